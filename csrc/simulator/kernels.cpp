@@ -1,0 +1,3 @@
+// Every kernel of the library, for the simulator (and, with MSL_CHECK, for the type check).
+#include "../../metal/attention.metal"
+#include "../../metal/vq.metal"

@@ -1,0 +1,89 @@
+// A host thread's share of a launch: runs threadgroups one at a time, their threads as fibers.
+#pragma once
+
+#include <setjmp.h>
+
+#include <random>
+#include <vector>
+
+#include "fiber.h"
+#include "job.h"
+
+namespace vqkv::sim {
+
+constexpr unsigned kSimdWidth = 32;
+constexpr unsigned kMaxThreads = 1024;              // per threadgroup, Metal's limit
+constexpr size_t kMaxThreadgroupMemory = 32 << 10;  // Metal's limit
+
+class Worker {
+ public:
+  Worker() = default;
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  /** Runs threadgroups of the job on the calling host thread until none is left or one failed. */
+  void run(Job& job);
+
+  /** The worker that runs on this host thread, or null. */
+  static Worker* current();
+
+  /** Called in a signal handler. Returns, after the report, only if the fault is not a kernel's. */
+  void memory_fault(const void* address);
+
+  // Called by kernels through hooks.h.
+  const Slot* exchange(const void* value, size_t size, const char* operation, Site);
+  void barrier(const char* operation, Site);
+  void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);
+  unsigned lanes() const { return simdgroups_[thread_->tid / kSimdWidth].lanes; }
+  unsigned lane() const { return thread_->tid % kSimdWidth; }
+
+ private:
+  enum class State : unsigned char { ready, in_simdgroup, in_threadgroup, done };
+
+  struct Thread {
+    Fiber fiber;
+    unsigned tid = 0;
+    State state = State::done;
+    const char* operation = "";
+    Site site{"", 0, 0};
+  };
+  struct Simdgroup {
+    alignas(16) Slot slots[2][kSimdWidth];
+    int parity = 0;  // two sets, so that lanes may still read the last exchange
+    unsigned lanes = 0;
+  };
+  struct Array {
+    const void* key;
+    char* data;
+    size_t size, allocated;
+    const char* name;
+  };
+
+  static void thread_main();
+  static bool same_point(const Thread& a, const Thread& b);
+
+  void run_threadgroup();
+  void start_threads();
+  bool advance_simdgroup(unsigned index);
+  bool together(const Thread& a, const Thread& b);
+  void resume(Thread& t);
+  void wait(State state, const char* operation, Site site);
+  void poison_arrays();
+  void check_arrays();
+  void free_arrays();
+  std::string where() const;
+  void fail(const std::string& what);
+
+  Job* job_ = nullptr;
+  Context host_;
+  Thread threads_[kMaxThreads];
+  Simdgroup simdgroups_[kMaxThreads / kSimdWidth];
+  Thread* thread_ = nullptr;  // the one that runs
+  unsigned tgid_[3] = {0, 0, 0};
+  std::vector<Array> arrays_;
+  size_t array_bytes_ = 0;
+  std::minstd_rand random_;
+  sigjmp_buf escape_;
+};
+
+}  // namespace vqkv::sim

@@ -1,0 +1,153 @@
+// MSL for nvcc: a kernel becomes a __device__ function that a generic __global__ entry calls.
+// simdgroups are warps, so a kernel that uses simdgroup functions needs threads % 32 == 0.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "bind.h"
+#include "math.h"
+#include "types.h"
+
+// The CUDA headers spell these with plain words that names.h turns into macros (`device`).
+#undef __device__
+#define __device__ __attribute__((__device__))
+#undef __constant__
+#define __constant__ __attribute__((__constant__))
+
+#pragma nv_diag_suppress 1097  // MSL's attributes are unknown to nvcc
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wattributes"
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#endif
+
+namespace vqkv::cuda {
+
+template <auto F, typename P, typename... B>
+__global__ void entry(B... buffers, P p) {
+  F(buffers..., p, metal::vec<uint, 3>(blockIdx.x, blockIdx.y, blockIdx.z), threadIdx.x,
+    threadIdx.x & 31u, threadIdx.x >> 5);
+}
+
+template <auto F>
+struct Bind {
+  using S = Signature<decltype(F), metal::vec<uint, 3>>;
+
+  static const void* get() { return get(typename S::Buffers{}); }
+
+ private:
+  template <size_t... I>
+  static const void* get(std::index_sequence<I...>) {
+    return reinterpret_cast<const void*>(
+        &entry<F, typename S::Params, typename S::template Arg<I>...>);
+  }
+};
+
+/**
+ * Implemented by the backend that launches. `entry` is the handle cudaLaunchKernel and kernel nodes
+ * take (arguments: the buffers, then the params). For the driver API, cudaGetFuncBySymbol turns it
+ * into a CUfunction; to load a cubin apart from its host code, walk the registrations once at build
+ * time and write down name -> cudaFuncGetName(entry), the mangled name cuModuleGetFunction looks
+ * up.
+ */
+struct Registrar {
+  Registrar(const char* name, const void* entry, KernelInfo);
+};
+
+}  // namespace vqkv::cuda
+
+namespace metal {
+
+#define MSL_DEVICE __device__ __forceinline__
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// Shuffles move 32-bit words.
+template <typename T, typename F>
+MSL_DEVICE T by_words(T x, F shuffle) {
+  if constexpr (sizeof(T) < 4) {
+    uint32_t word = 0;
+    memcpy(&word, &x, sizeof(T));
+    word = shuffle(word);
+    memcpy(&x, &word, sizeof(T));
+  } else {
+    static_assert(sizeof(T) % 4 == 0, "no such type in simdgroup functions");
+    uint32_t words[sizeof(T) / 4];
+    memcpy(words, &x, sizeof(T));
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / 4); i++)
+      words[i] = shuffle(words[i]);
+    memcpy(&x, words, sizeof(T));
+  }
+  return x;
+}
+template <typename T>
+MSL_DEVICE T simd_shuffle(T x, ushort i) {
+  return by_words(x, [=](uint32_t w) { return __shfl_sync(ALL_LANES, w, i); });
+}
+template <typename T>
+MSL_DEVICE T simd_broadcast(T x, ushort i) {
+  return simd_shuffle(x, i);
+}
+template <typename T>
+MSL_DEVICE T simd_shuffle_xor(T x, ushort mask) {
+  return by_words(x, [=](uint32_t w) { return __shfl_xor_sync(ALL_LANES, w, mask); });
+}
+template <typename T>
+MSL_DEVICE T simd_shuffle_down(T x, ushort delta) {
+  return by_words(x, [=](uint32_t w) { return __shfl_down_sync(ALL_LANES, w, delta); });
+}
+template <typename T>
+MSL_DEVICE T simd_shuffle_up(T x, ushort delta) {
+  return by_words(x, [=](uint32_t w) { return __shfl_up_sync(ALL_LANES, w, delta); });
+}
+template <typename T, typename Op>
+MSL_DEVICE T simd_reduce(T x, Op op) {
+#pragma unroll
+  for (int h = 16; h >= 1; h >>= 1)
+    x = op(x, simd_shuffle_xor(x, ushort(h)));
+  return x;
+}
+template <typename T>
+MSL_DEVICE T simd_sum(T x) {
+  return simd_reduce(x, op_add{});
+}
+template <typename T>
+MSL_DEVICE T simd_max(T x) {
+  return simd_reduce(x, op_max{});
+}
+template <typename T>
+MSL_DEVICE T simd_min(T x) {
+  return simd_reduce(x, op_min{});
+}
+MSL_DEVICE simd_vote simd_ballot(bool b) {
+  return simd_vote(__ballot_sync(ALL_LANES, b));
+}
+MSL_DEVICE bool simd_any(bool b) {
+  return __any_sync(ALL_LANES, b);
+}
+MSL_DEVICE bool simd_all(bool b) {
+  return __all_sync(ALL_LANES, b);
+}
+MSL_DEVICE void threadgroup_barrier(mem_flags) {
+  __syncthreads();
+}
+MSL_DEVICE void simdgroup_barrier(mem_flags) {
+  __syncwarp();
+}
+#undef MSL_DEVICE
+
+}  // namespace metal
+
+#define kernel __device__ __forceinline__
+#define METAL_FUNC __device__ __forceinline__
+#define threadgroup_array(T, name, ...) __shared__ T name[__VA_ARGS__]
+#define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
+
+#define MSL_JOIN_(a, b) a##b
+#define MSL_JOIN(a, b) MSL_JOIN_(a, b)
+#define instantiate_kernel(name, func, ...)                           \
+  static vqkv::cuda::Registrar MSL_JOIN(msl_registrar_, __COUNTER__)( \
+      name, vqkv::cuda::Bind<&func<__VA_ARGS__>>::get(),              \
+      vqkv::cuda::Bind<&func<__VA_ARGS__>>::S::info());
+
+#include "names.h"

@@ -1,0 +1,37 @@
+// The only header a kernel includes besides params.h and other kernel headers. On Metal it is the
+// standard library plus three macros; elsewhere it selects a mapping of Metal Shading Language to
+// C++: type checking by clang (MSL_CHECK), CUDA, or the host simulator.
+//
+//   threadgroup_array(T, name, n);            threadgroup memory, in the body of a kernel
+//   program_constant(T, name, n) = {...};     a table of scalars at program scope
+//   instantiate_kernel("name", func, args...) the kernel template func<args...>, under a name
+//
+// A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
+//   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+//   uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]
+//
+// What all mappings share is a subset of MSL: every pointer and reference names its address space,
+// functions are spelt metal::exp, vectors are built as float4(...) and swizzled only by .xy and
+// .zw, math and simdgroup functions take no bfloat (convert to float), and simdgroup functions no
+// 64-bit values. tools/check_address_spaces.py enforces it.
+#pragma once
+
+#if defined(__METAL_VERSION__)
+
+#include <metal_simdgroup>
+#include <metal_stdlib>
+
+using namespace metal;
+
+#define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
+#define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
+#define instantiate_kernel(name, func, ...) \
+  template [[host_name(name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
+
+#elif defined(MSL_CHECK)
+#include "compat/check.h"
+#elif defined(__CUDACC__)
+#include "compat/cuda.h"
+#else
+#include "compat/sim.h"
+#endif
