@@ -15,3 +15,11 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
+
+namespace vqkv::sim {
+#ifdef VQKV_SIM_ASAN
+constexpr bool kAsan = true;
+#else
+constexpr bool kAsan = false;
+#endif
+}  // namespace vqkv::sim

@@ -25,34 +25,34 @@ void on_fault(int, siginfo_t* info, void*) {
 
 // AddressSanitizer handles faults itself.
 FaultHandler::FaultHandler() {
-#ifndef VQKV_SIM_ASAN
+  if (kAsan)
+    return;
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   for (int i = 0; i < 2; i++)
     sigaction(kSignals[i], &action, &previous[i]);
-#endif
 }
 
 FaultHandler::~FaultHandler() {
-#ifndef VQKV_SIM_ASAN
+  if (kAsan)
+    return;
   restore();
-#endif
 }
 
 SignalStack::SignalStack() : memory_(new char[kStack]), previous_{} {
-#ifndef VQKV_SIM_ASAN
+  if (kAsan)
+    return;
   stack_t s = {};
   s.ss_sp = memory_.get();
   s.ss_size = kStack;
   sigaltstack(&s, &previous_);
-#endif
 }
 
 SignalStack::~SignalStack() {
-#ifndef VQKV_SIM_ASAN
+  if (kAsan)
+    return;
   sigaltstack(&previous_, nullptr);
-#endif
 }
 
 }  // namespace vqkv::sim

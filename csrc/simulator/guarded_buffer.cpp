@@ -14,8 +14,8 @@ namespace vqkv::sim {
 namespace {
 
 constexpr size_t kAlign = 16;  // vector loads need it
-constexpr size_t kGuard = 1 << 20;
-constexpr char kPoison = static_cast<char>(0xff);
+[[maybe_unused]] constexpr size_t kGuard = 1 << 20;
+[[maybe_unused]] constexpr char kPoison = static_cast<char>(0xff);
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
