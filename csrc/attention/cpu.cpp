@@ -1,0 +1,328 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "attention/primitive.h"
+#include "cpu/kernels.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "parallel.h"
+
+namespace vqkv {
+namespace {
+
+constexpr int kMaxRows = kRowGroups * kMaxLanes;
+constexpr int64_t kSplitTokens = 512;  // fewer would not repay a split's tables and merge
+
+/** Raw pointers of a call; the arrays outlive the queued task. */
+struct Call {
+  AttentionParams p;
+  const char* in[kAttentionInputs];
+  int64_t code_bytes[2];
+  mx::Dtype dtype;
+  char* out[2];
+};
+
+/** What one query row sees: body tokens [0, body), tail slots [0, sinks) and [begin, end). */
+struct Visible {
+  int body, sinks, begin, end;
+};
+
+Visible visible(const AttentionParams& p, const int32_t* layout, int query) {
+  const int64_t length = layout[0], coded = layout[1], sinks = p.sink_tokens;
+  const int64_t start = std::max<int64_t>(layout[2], sinks);
+  const int64_t seen = p.causal ? length - p.queries + query + 1 : length;
+  const int64_t whole = std::max<int64_t>(0, seen - sinks - p.window) / p.block * p.block;
+  const int64_t boundary = sinks + std::min(coded, std::max(start - sinks, whole));
+  auto clamp = [](int64_t x, int64_t low, int high) {
+    return static_cast<int>(std::min<int64_t>(std::max(x, low), high));
+  };
+  Visible v;
+  v.body = clamp(std::min(boundary, seen) - sinks, 0, p.body);
+  v.sinks = clamp(std::min(sinks, seen), 0, p.tail);
+  v.begin = clamp(boundary - start + sinks, std::min<int64_t>(sinks, p.tail), p.tail);
+  v.end = clamp(seen - start + sinks, v.begin, p.tail);
+  return v;
+}
+
+Real real_type(mx::Dtype t) {
+  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
+}
+
+/** Keys or values of one kv head. `codes` is the first of the side's inputs. */
+Tokens tokens_of(const Call& c, int64_t batch, int64_t head, int tail, int codes) {
+  const auto& p = c.p;
+  const bool keys = tail == kKeyTail;
+  const auto& code = keys ? p.key : p.value;
+  const int64_t row = batch * p.kv_heads + head, blocks = (p.body + p.block - 1) / p.block;
+  Tokens t{};
+  t.width = keys ? p.key_dim : p.value_dim;
+  t.type = real_type(c.dtype);
+  t.tail = c.in[tail] + row * p.tail * t.width * c.dtype.size();
+  t.code = &code;
+  t.codes = reinterpret_cast<const uint8_t*>(c.in[codes]) + row * p.body * code.bytes;
+  t.codes_end = reinterpret_cast<const uint8_t*>(c.in[codes]) + c.code_bytes[keys ? 0 : 1];
+  t.table = reinterpret_cast<const float*>(c.in[codes + 1]);
+  if (code.per_head) {
+    t.table += head * (code.per_group ? code.entries : 1) * code.rows * code.dims;
+  }
+  t.scales = reinterpret_cast<const uint16_t*>(c.in[codes + 2]) + row * p.body;
+  t.centres = reinterpret_cast<const int8_t*>(c.in[codes + 3]) + row * blocks * t.width;
+  t.centre_scales = reinterpret_cast<const uint16_t*>(c.in[codes + 4]) + row * blocks;
+  t.block = p.block;
+  return t;
+}
+
+/** Running softmax of the rows of a tile over one part of the tokens, in floats of the caller. */
+struct Partial {
+  float *max, *sum, *out;
+
+  static int64_t floats(int rows, int width) { return 2 * kMaxRows + rows * out_stride(width); }
+
+  Partial(float* p) : max(p), sum(p + kMaxRows), out(p + 2 * kMaxRows) {}
+
+  void clear(int rows, int width) {
+    std::fill_n(max, kMaxRows, -std::numeric_limits<float>::infinity());
+    std::fill_n(sum, kMaxRows, 0.0f);
+    std::fill_n(out, rows * out_stride(width), 0.0f);
+  }
+};
+
+/** Memory of the calling thread, kept between calls. */
+float* thread_memory(int64_t floats) {
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local int64_t size = 0;
+  if (size < floats) {
+    memory.reset(new float[floats]);
+    size = floats;
+  }
+  return memory.get();
+}
+
+/** Query rows of a kv head, cut into tiles; row i is query i / G, head i % G of the GQA group. */
+class Job {
+ public:
+  explicit Job(const Call& call) : c(call), p(c.p), group(p.heads / p.kv_heads) {
+    const int64_t total = int64_t(group) * p.queries;
+    lanes = total <= 4 ? 4 : total <= 8 ? 8 : kMaxLanes;
+    tile_rows = static_cast<int>(std::min<int64_t>(total, lanes < kMaxLanes ? lanes : kMaxRows));
+    tiles = (total + tile_rows - 1) / tile_rows;
+    partial_floats = Partial::floats(tile_rows, p.value_dim);
+    const int dims = std::max(p.key.dims, p.value.dims);
+    query_floats = int64_t(kMaxRows) * p.key_dim;
+    scratch_floats = attention_scratch(dims);
+  }
+
+  void run() {
+    const int64_t tasks = int64_t(p.batch) * p.kv_heads * tiles;
+    const int splits = choose_splits(tasks);
+    const int parts = splits + 1;  // the last is the tail
+    if (splits == 1) {
+      parallel_for(tasks, [&](int64_t i) {
+        float* memory = thread_memory(query_floats + scratch_floats + parts * partial_floats);
+        float* partials = memory + query_floats + scratch_floats;
+        const Tile t(*this, i);
+        for (int part = 0; part < parts; ++part) {
+          attend(t, part, splits, memory, partials + part * partial_floats);
+        }
+        merge(t, partials, parts);
+      });
+      return;
+    }
+    std::unique_ptr<float[]> partials(new float[tasks * parts * partial_floats]);
+    parallel_for(tasks * parts, [&](int64_t i) {
+      float* memory = thread_memory(query_floats + scratch_floats);
+      attend(Tile(*this, i / parts), static_cast<int>(i % parts), splits, memory,
+             partials.get() + i * partial_floats);
+    });
+    parallel_for(tasks, [&](int64_t i) {
+      merge(Tile(*this, i), partials.get() + i * parts * partial_floats, parts);
+    });
+  }
+
+ private:
+  struct Tile {
+    int64_t batch, head, first;
+    int rows;
+    Visible sees[kMaxRows];
+    int body_end = 0;
+
+    Tile(const Job& j, int64_t i) {
+      first = i % j.tiles * j.tile_rows;
+      head = i / j.tiles % j.p.kv_heads;
+      batch = i / j.tiles / j.p.kv_heads;
+      const int64_t total = int64_t(j.group) * j.p.queries;
+      rows = static_cast<int>(std::min<int64_t>(j.tile_rows, total - first));
+      auto* layout = reinterpret_cast<const int32_t*>(j.c.in[kLayout]) + 3 * batch;
+      for (int r = 0; r < rows; ++r) {
+        sees[r] = visible(j.p, layout, static_cast<int>((first + r) / j.group));
+        body_end = std::max(body_end, sees[r].body);
+      }
+    }
+  };
+
+  int choose_splits(int64_t tasks) const {
+    const int threads = num_threads();
+    const int64_t wanted = threads > 1 ? 2 * threads : 1;
+    int longest = 0;
+    auto* layout = reinterpret_cast<const int32_t*>(c.in[kLayout]);
+    for (int b = 0; b < p.batch; ++b) {
+      longest = std::max(longest, visible(p, layout + 3 * b, p.queries - 1).body);
+    }
+    const int64_t useful = (longest + kSplitTokens - 1) / kSplitTokens;
+    return static_cast<int>(
+        std::clamp<int64_t>((wanted + tasks - 1) / tasks, 1, std::max<int64_t>(useful, 1)));
+  }
+
+  int64_t row_index(const Tile& t, int r) const {
+    const int64_t query = (t.first + r) / group, head = t.head * group + (t.first + r) % group;
+    return (t.batch * p.heads + head) * p.queries + query;
+  }
+
+  /** to[group of lanes][channel][lane] = q * scale */
+  template <typename T>
+  void pack_queries(const Tile& t, const char* q, float* to) const {
+    std::fill_n(to, (t.rows + lanes - 1) / lanes * lanes * p.key_dim, 0.0f);
+    for (int r = 0; r < t.rows; ++r) {
+      const T* from = reinterpret_cast<const T*>(q) + row_index(t, r) * p.key_dim;
+      float* lane = to + int64_t(r / lanes) * lanes * p.key_dim + r % lanes;
+      for (int d = 0; d < p.key_dim; ++d) {
+        lane[int64_t(d) * lanes] = static_cast<float>(from[d]) * p.scale;
+      }
+    }
+  }
+
+  void attend(const Tile& t, int part, int splits, float* memory, Partial to) const {
+    to.clear(t.rows, p.value_dim);
+    int begin[kMaxRows], end[kMaxRows];
+    AttentionTile a{};
+    a.keys = tokens_of(c, t.batch, t.head, kKeyTail, kKeyCodes);
+    a.values = tokens_of(c, t.batch, t.head, kValueTail, kValueCodes);
+    a.rows = t.rows;
+    a.lanes = lanes;
+    a.queries = memory;
+    a.begin = begin;
+    a.end = end;
+    a.max = to.max;
+    a.sum = to.sum;
+    a.out = to.out;
+    a.scratch = memory + query_floats;
+    auto run = [&](int64_t first, int64_t last) {
+      a.first = first;
+      a.last = last;
+      if (first < last) {
+        kernels().attention(a);
+      }
+    };
+    if (part < splits) {
+      a.coded = true;
+      pack_queries<float>(t, c.in[kQueryCode], memory);
+      for (int r = 0; r < t.rows; ++r) {
+        begin[r] = 0;
+        end[r] = t.sees[r].body;
+      }
+      const int64_t step = (t.body_end + splits - 1) / splits;
+      const int64_t size = (step + kSubTile - 1) / kSubTile * kSubTile;
+      run(part * size, std::min<int64_t>((part + 1) * size, t.body_end));
+      return;
+    }
+    if (c.dtype == mx::float32) {
+      pack_queries<float>(t, c.in[kQuery], memory);
+    } else if (c.dtype == mx::float16) {
+      pack_queries<mx::float16_t>(t, c.in[kQuery], memory);
+    } else {
+      pack_queries<mx::bfloat16_t>(t, c.in[kQuery], memory);
+    }
+    int sinks = 0, first = p.tail, last = 0;
+    for (int r = 0; r < t.rows; ++r) {
+      begin[r] = 0;
+      end[r] = t.sees[r].sinks;
+      sinks = std::max(sinks, end[r]);
+    }
+    run(0, sinks);
+    for (int r = 0; r < t.rows; ++r) {
+      begin[r] = t.sees[r].begin;
+      end[r] = t.sees[r].end;
+      if (begin[r] < end[r]) {
+        first = std::min(first, begin[r]);
+        last = std::max(last, end[r]);
+      }
+    }
+    run(first, last);
+  }
+
+  template <typename T>
+  static void write(char* out, int64_t row, int width, const float* from) {
+    T* to = reinterpret_cast<T*>(out) + row * width;
+    for (int d = 0; d < width; ++d) {
+      to[d] = static_cast<T>(from[d]);
+    }
+  }
+
+  void write_row(int64_t row, const float* code, const float* tail) const {
+    const int width = p.value_dim;
+    if (p.separate) {
+      write<float>(c.out[0], row, width, code);
+      write<float>(c.out[1], row, width, tail);
+    } else if (c.dtype == mx::float32) {
+      write<float>(c.out[0], row, width, code);
+    } else if (c.dtype == mx::float16) {
+      write<mx::float16_t>(c.out[0], row, width, code);
+    } else {
+      write<mx::bfloat16_t>(c.out[0], row, width, code);
+    }
+  }
+
+  void merge(const Tile& t, float* partials, int parts) const {
+    const int width = p.value_dim;
+    std::vector<float> code(width), tail(width);
+    for (int r = 0; r < t.rows; ++r) {
+      float max = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (int i = 0; i < parts; ++i) {
+        max = std::fmax(max, Partial(partials + i * partial_floats).max[r]);
+      }
+      auto weight = [&](const Partial& x) { return x.sum[r] == 0 ? 0 : std::exp2(x.max[r] - max); };
+      for (int i = 0; i < parts; ++i) {
+        const Partial x(partials + i * partial_floats);
+        sum += x.sum[r] * weight(x);
+      }
+      std::fill(code.begin(), code.end(), 0.0f);
+      std::fill(tail.begin(), tail.end(), 0.0f);
+      for (int i = 0; i < parts && sum != 0; ++i) {
+        const Partial x(partials + i * partial_floats);
+        const float w = weight(x) / sum;
+        auto& to = p.separate && i + 1 == parts ? tail : code;
+        for (int d = 0; d < width; ++d) {
+          to[d] += w * x.out[r * out_stride(width) + d];
+        }
+      }
+      write_row(row_index(t, r), code.data(), tail.data());
+    }
+  }
+
+  const Call& c;
+  const AttentionParams& p;
+  int group, lanes, tile_rows;
+  int64_t tiles, partial_floats, query_floats, scratch_floats;
+};
+
+}  // namespace
+
+void attention_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out,
+                   const AttentionParams& p, const mx::Stream& s) {
+  Call c{p,
+         {},
+         {int64_t(in[kKeyCodes].nbytes()), int64_t(in[kValueCodes].nbytes())},
+         in[kQuery].dtype(),
+         {}};
+  for (int i = 0; i < kAttentionInputs; ++i) {
+    c.in[i] = in[i].data<char>();
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    c.out[i] = out[i].data<char>();
+  }
+  mx::cpu::get_command_encoder(s).dispatch([c] { Job(c).run(); });
+}
+
+}  // namespace vqkv

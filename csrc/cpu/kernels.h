@@ -1,0 +1,98 @@
+// The table of CPU kernels. variant_*.cpp compile the same kernel headers for one instruction set
+// each; kernels() picks a table once. Only plain types cross this border: an inline function or
+// template of the standard library in a kernel header could be merged by the linker across
+// variants and then run on a machine that lacks its instructions.
+#pragma once
+
+#include <stdint.h>
+
+#include "metal_params.h"
+
+namespace vqkv {
+
+enum class Real { f32, f16, bf16 };
+
+/** Vectors that share a codebook. */
+struct QuantizeTile {
+  const void* x;
+  Real type;
+  int64_t stride;  // values from one vector to the next
+  int64_t count;
+  const float* book;  // [rows, dims]
+  int rows;
+  int dims;
+  void* codes;  // uint8, or uint16 for more than 256 rows
+  int64_t code_stride;
+  float* scratch;  // kQuantizeLanes * dims
+};
+
+constexpr int kQuantizeLanes = 64;
+
+/** Keys or values of one kv head. */
+struct Tokens {
+  int width;
+  const void* tail;  // [T, width]
+  Real type;
+  const CodeParams* code;
+  const uint8_t* codes;      // [S, bytes]
+  const uint8_t* codes_end;  // end of the whole array
+  const float* table;        // [1 or entries, rows, dims]
+  const uint16_t* scales;    // bf16 [S]
+  const int8_t* centres;     // [blocks, width]
+  const uint16_t* centre_scales;
+  int block;
+};
+
+/** Up to kRowGroups * lanes query rows that share a kv head; tokens [first, last) of them. */
+struct AttentionTile {
+  Tokens keys, values;
+  bool coded;  // tokens are of the body, else of the tail
+  int64_t first, last;
+  int rows;
+  int lanes;             // rows are padded to groups of 4, 8 or 16
+  const float* queries;  // [groups, width, lanes], times the softmax scale
+  const int* begin;      // [rows]: row r attends to the tokens in [begin, end)
+  const int* end;
+  float* max;  // [groups * lanes]: running maximum, sum and output, updated
+  float* sum;
+  float* out;      // [rows, out_stride(value width)]
+  float* scratch;  // attention_scratch()
+};
+
+constexpr int kMaxLanes = 16;
+constexpr int kRowGroups = 4;
+constexpr int kSubTile = 64;            // tokens decoded at a time
+constexpr int kSpanFloats = 4096;       // scores of a row group held at a time
+constexpr int kLutFloats = 128 * 1024;  // largest table of query-row products
+constexpr int kChunkDims = 64;          // channels decoded at a time
+
+constexpr int64_t out_stride(int width) {
+  return (width + 15) / 16 * 16 + 64;
+}
+
+/** Floats of scratch for a tile whose code rows have at most `dims` values. */
+constexpr int64_t attention_scratch(int dims) {
+  return kRowGroups * 2 * (kSpanFloats + 4 * kMaxLanes) +
+         kSubTile * out_stride(dims > kChunkDims ? dims : kChunkDims) + kSubTile * kChunkDims / 2 +
+         kLutFloats;
+}
+
+struct Kernels {
+  const char* isa;
+  void (*quantize)(const QuantizeTile&);
+  void (*attention)(const AttentionTile&);
+};
+
+const Kernels& kernels();
+
+namespace baseline {
+extern const Kernels table;
+}
+namespace avx2 {
+extern const Kernels table;
+}
+namespace avx512 {
+extern const Kernels table;
+}
+
+}  // namespace vqkv

@@ -1,0 +1,14 @@
+// One instruction set's table: all kernels, inside a namespace of its own.
+#pragma once
+
+#include "attention/cpu_kernel.h"
+#include "vq/cpu_kernel.h"
+
+#define VQKV_STRING_(name) #name
+#define VQKV_STRING(name) VQKV_STRING_(name)
+
+namespace vqkv::VQKV_VARIANT {
+
+const Kernels table{VQKV_STRING(VQKV_VARIANT), quantize, attention};
+
+}  // namespace vqkv::VQKV_VARIANT

@@ -1,0 +1,3 @@
+#define VQKV_VARIANT avx2
+#define VQKV_VECTOR_BYTES 32
+#include "cpu/variant.h"
