@@ -38,6 +38,9 @@ struct Scratch {
 
 template <int R>
 struct Attend {
+  // Products of 16 rows would not stay in the caches; computing them again is faster.
+  static constexpr bool kMayLut = R <= 8;
+
   const AttentionTile& a;
   const Scratch s;
   const int groups;
@@ -47,7 +50,7 @@ struct Attend {
       : a(tile), s(tile), groups((tile.rows + R - 1) / R), use_lut(lut_pays(tile)) {}
 
   static bool lut_pays(const AttentionTile& a) {
-    if (!a.coded || a.rows > R || R > 8) {
+    if (!a.coded || !kMayLut) {
       return false;
     }
     const CodeParams& c = *a.keys.code;
@@ -56,8 +59,10 @@ struct Attend {
   }
 
   void run() {
-    if (use_lut) {
-      build_lut<R>(a.keys, a.queries, s.lut);
+    if constexpr (kMayLut) {
+      if (use_lut) {
+        build_lut<R>(a.keys, a.queries, s.lut);
+      }
     }
     constexpr int span = kSpanFloats / R;
     for (int64_t t = a.first; t < a.last; t += span) {
@@ -113,9 +118,14 @@ struct Attend {
   }
 
   void score(int64_t first, int n) {
-    if (use_lut) {
-      lut_products(first, n);
-    } else {
+    bool done = false;
+    if constexpr (kMayLut) {
+      if (use_lut) {
+        lut_products(first, n);
+        done = true;
+      }
+    }
+    if (!done) {
       key_products(kind(), first, n, s.scores);
     }
     const Tokens& k = a.keys;

@@ -8,6 +8,12 @@ namespace vqkv::VQKV_VARIANT {
 constexpr int kLineFloats = 8192;  // table part that should stay in the first-level cache
 constexpr int kTokenBytes = 128;   // codes of one token and chunk: 64 entries of 16 bits
 
+typedef uint64_t Word8 __attribute__((vector_size(64)));
+template <typename T>
+struct Eight {
+  typedef T V __attribute__((vector_size(8 * sizeof(T))));
+};
+
 enum class Kind { coded, centres, tail };
 
 /** Entries of a chunk: few enough that their part of a per-entry table stays cached. */
@@ -40,21 +46,29 @@ void read_bits(const Tokens& t, int64_t token, int entry, int count, Index* out)
     p = copy;
   }
   const uint32_t mask = (1u << c.window) - 1;
-  const int shift = int(bit % 8);
+  int64_t b = bit % 8;
   int e = 0;
   if (7 + 7 * c.stride + c.window <= 64) {
-    // Eight entries are `stride` whole bytes, so each word of them starts at the same bit.
+    // Eight entries are `stride` whole bytes, so one word holds them at any alignment.
+    const Word8 shifts = Word8{0, 1, 2, 3, 4, 5, 6, 7} * uint64_t(c.stride) + uint64_t(b);
     for (; e + 8 <= count; e += 8, p += c.stride) {
       uint64_t word;
       __builtin_memcpy(&word, p, 8);
-      word >>= shift;
-      VQKV_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        out[e + i] = Index((word >> (i * c.stride)) & mask);
+      auto entries = __builtin_convertvector((word >> shifts) & uint64_t(mask),
+                                             typename Eight<Index>::V);
+      __builtin_memcpy(out + e, &entries, sizeof(entries));
+    }
+  } else if (7 + 3 * c.stride + c.window <= 64) {
+    for (; e + 4 <= count; e += 4, b += 4 * c.stride) {
+      uint64_t word;
+      __builtin_memcpy(&word, p + b / 8, 8);
+      word >>= b % 8;
+      for (int i = 0; i < 4; ++i, word >>= c.stride) {
+        out[e + i] = Index(word & mask);
       }
     }
   }
-  for (int64_t b = shift; e < count; ++e, b += c.stride) {
+  for (; e < count; ++e, b += c.stride) {
     uint32_t word;
     __builtin_memcpy(&word, p + b / 8, 4);
     out[e] = Index((word >> (b % 8)) & mask);

@@ -66,7 +66,7 @@ constexpr int kSpanFloats = 4096;       // scores of a row group held at a time
 constexpr int kLutFloats = 128 * 1024;  // largest table of query-row products
 constexpr int kChunkDims = 64;          // channels decoded at a time
 
-constexpr int64_t out_stride(int width) {
+__attribute__((always_inline)) constexpr int64_t out_stride(int width) {
   return (width + 15) / 16 * 16 + 64;
 }
 

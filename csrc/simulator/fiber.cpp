@@ -1,7 +1,6 @@
 #include "fiber.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <new>
@@ -19,10 +18,8 @@ constexpr size_t kStack = 128 << 10;
 // What the frame of a fiber's entry function may leave poisoned, since it never returns.
 [[maybe_unused]] constexpr size_t kEntryFrame = 4096;
 
-size_t page_size() {
-  static const size_t n = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return n;
-}
+// Far larger than a page: a frame with a large array may start beyond one page.
+constexpr size_t kGuard = 512 << 10;
 
 }  // namespace
 
@@ -136,18 +133,17 @@ static void switch_context(Context& from, Context& to, bool last) {
 
 Fiber::~Fiber() {
   if (stack_)
-    munmap(stack_ - page_size(), kStack + page_size());
+    munmap(stack_ - kGuard, kStack + kGuard);
 }
 
 void Fiber::start(void (*entry)(), bool stack_is_clean) {
   if (!stack_) {
-    const size_t guard = page_size();
-    void* m = mmap(nullptr, kStack + guard, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* m = mmap(nullptr, kStack + kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
     if (m == MAP_FAILED)
       throw std::bad_alloc();
-    mprotect(m, guard, PROT_NONE);
-    stack_ = static_cast<char*>(m) + guard;
+    stack_ = static_cast<char*>(m) + kGuard;
+    mprotect(stack_, kStack, PROT_READ | PROT_WRITE);
   }
   context_.stack = stack_;
   context_.stack_size = kStack;
@@ -176,7 +172,7 @@ void Fiber::suspend(Context& host, bool last) {
 
 bool Fiber::overflowed(const void* address) const {
   const char* a = static_cast<const char*>(address);
-  return stack_ && a >= stack_ - page_size() && a < stack_;
+  return stack_ && a >= stack_ - kGuard && a < stack_;
 }
 
 }  // namespace vqkv::sim

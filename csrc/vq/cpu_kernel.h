@@ -29,7 +29,6 @@ void nearest_rows(const float* x, const float* book, int rows, int dims, int32_t
       F t = load<F>(x + m * kWidth) - c[0];
       distance[m] = t * t;
     }
-    VQKV_UNROLL
     for (int j = 1; j < (D ? D : dims); ++j) {
       F cj = splat<F>(c[j]);
       VQKV_UNROLL

@@ -91,8 +91,6 @@ def load_gguf(
         )
     args = _model_args(weights, meta)
     params = _rename(weights, args)
-    if dequantize:
-        params = _dequantize(params)
     if dtype is not None:
         floats = (mx.float16, mx.bfloat16, mx.float32)
         if dtype not in floats:
@@ -100,6 +98,9 @@ def load_gguf(
                 f"[load_gguf] dtype must be float16, bfloat16 or float32, but got {dtype}"
             )
         params = {k: v.astype(dtype) if v.dtype in floats else v for k, v in params.items()}
+    # After the cast: scales of 16 bits would round every weight a second time.
+    if dequantize:
+        params = _dequantize(params)
 
     def quantization(name: str, module: nn.Module) -> bool | dict[str, int]:
         if not hasattr(module, "to_quantized") or f"{name}.scales" not in params:

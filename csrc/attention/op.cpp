@@ -1,0 +1,144 @@
+#include "attention/op.h"
+
+#include <bit>
+
+#include "attention/primitive.h"
+#include "mlx/ops.h"
+
+namespace vqkv {
+namespace {
+
+constexpr const char* kOp = "attention";
+
+// Checks one side (keys or values) against the tail that goes with it.
+void check_coded(const char* side, const Coded& c, const mx::array& tail, const Span& span) {
+  const auto& cs = c.codes.shape();
+  require(c.codes.dtype() == mx::uint8 && c.codes.ndim() == 4, kOp, side,
+          " codes must be uint8 of shape [B, Hkv, S, bytes], but got ", c.codes.dtype(), " ", cs,
+          ".");
+  require(cs[0] == tail.shape(0) && cs[1] == tail.shape(1), kOp, side,
+          " codes must have the batch and heads of the tail, ", tail.shape(0), " and ",
+          tail.shape(1), ", but got shape ", cs, ".");
+  const auto& ts = c.table.shape();
+  require(is_float(c.table.dtype()) && c.table.ndim() == 4, kOp, side,
+          " table must be floating of shape [1 or Hkv, 1 or entries, 2^window, dims], but got ",
+          c.table.dtype(), " ", ts, ".");
+  const int width = tail.shape(3);
+  const int rows = ts[2], dims = ts[3];
+  require(dims >= 1 && width % dims == 0, kOp, side,
+          " table must have rows of a length that divides ", width, ", but got ", dims, ".");
+  require(rows >= 2 && rows <= 65536 && std::has_single_bit(unsigned(rows)), kOp, side,
+          " table must have 2^window rows with window 1 to 16, but got ", rows, ".");
+  const int entries = width / dims, window = std::countr_zero(unsigned(rows));
+  require(ts[0] == 1 || ts[0] == cs[1], kOp, side, " table must be for 1 or ", cs[1],
+          " heads, but got shape ", ts, ".");
+  require(ts[1] == 1 || ts[1] == entries, kOp, side, " table must be for 1 or ", entries,
+          " entries, but got shape ", ts, ".");
+  require(c.stride >= 1 && c.stride <= window, kOp, side, " stride must be 1 to ", window,
+          " bits, but got ", c.stride, ".");
+  const int bytes = ((entries - 1) * c.stride + window + 7) / 8;
+  require(cs[3] == bytes, kOp, side, " codes must have ", bytes, " bytes per token for ", entries,
+          " entries of ", window, " bits at stride ", c.stride, ", but got ", cs[3], ".");
+  if (c.scales) {
+    const mx::Shape want{cs[0], cs[1], cs[2]};
+    require(c.scales->dtype() == mx::bfloat16 && c.scales->shape() == want, kOp, side,
+            " scales must be bfloat16 of shape ", want, ", but got ", c.scales->dtype(), " ",
+            c.scales->shape(), ".");
+  }
+  require(c.centres.has_value() == c.centre_scales.has_value(), kOp, side,
+          " centres and centre scales must come together.");
+  if (c.centres) {
+    const int blocks = (cs[2] + span.block - 1) / span.block;
+    const mx::Shape want{cs[0], cs[1], blocks, width}, want_scale{cs[0], cs[1], blocks};
+    require(c.centres->dtype() == mx::int8 && c.centres->shape() == want, kOp, side,
+            " centres must be int8 of shape ", want, ", but got ", c.centres->dtype(), " ",
+            c.centres->shape(), ".");
+    require(c.centre_scales->dtype() == mx::bfloat16 && c.centre_scales->shape() == want_scale, kOp,
+            side, " centre scales must be bfloat16 of shape ", want_scale, ", but got ",
+            c.centre_scales->dtype(), " ", c.centre_scales->shape(), ".");
+  }
+}
+
+void push_coded(std::vector<mx::array>& inputs, const Coded& c, mx::Stream s) {
+  auto codes = mx::contiguous(c.codes, false, s);
+  auto given = [&](const std::optional<mx::array>& a) {
+    return a ? mx::contiguous(*a, false, s) : codes;
+  };
+  inputs.push_back(codes);
+  inputs.push_back(mx::contiguous(mx::astype(c.table, mx::float32, s), false, s));
+  inputs.push_back(given(c.scales));
+  inputs.push_back(given(c.centres));
+  inputs.push_back(given(c.centre_scales));
+}
+
+}  // namespace
+
+std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
+                                 const mx::array& layout, const mx::array& k_tail,
+                                 const mx::array& v_tail, const Coded& keys, const Coded& values,
+                                 const Span& span, float scale, bool causal, bool separate,
+                                 mx::StreamOrDevice s_) {
+  require(is_float(q.dtype()) && q.ndim() == 4, kOp,
+          "q must be floating of shape [B, Hq, L, D], but got ", q.dtype(), " ", q.shape(), ".");
+  require(q_code.shape() == q.shape() && is_float(q_code.dtype()), kOp,
+          "q in the code basis must be floating of shape ", q.shape(), ", but got ", q_code.dtype(),
+          " ", q_code.shape(), ".");
+  for (const auto* t : {&k_tail, &v_tail}) {
+    const char* side = t == &k_tail ? "key" : "value";
+    require(t->ndim() == 4 && t->dtype() == q.dtype(), kOp, side,
+            " tail must have 4 dimensions and the dtype of q, ", q.dtype(), ", but got ",
+            t->dtype(), " ", t->shape(), ".");
+    require(t->shape(0) == q.shape(0), kOp, side, " tail must have the batch of q, ", q.shape(0),
+            ", but got ", t->shape(0), ".");
+  }
+  require(k_tail.shape(1) == v_tail.shape(1) && k_tail.shape(2) == v_tail.shape(2), kOp,
+          "key and value tails must have equal heads and tokens, but got ", k_tail.shape(), " and ",
+          v_tail.shape(), ".");
+  require(k_tail.shape(3) == q.shape(3), kOp, "keys must have the width of q, ", q.shape(3),
+          ", but got ", k_tail.shape(3), ".");
+  require(k_tail.shape(1) >= 1 && q.shape(1) % k_tail.shape(1) == 0, kOp,
+          "query heads must be a multiple of the key heads, but got ", q.shape(1), " and ",
+          k_tail.shape(1), ".");
+  require(q.shape(3) >= 1 && q.shape(3) <= 576 && v_tail.shape(3) >= 1 && v_tail.shape(3) <= 576,
+          kOp, "widths must be 1 to 576, but got ", q.shape(3), " and ", v_tail.shape(3), ".");
+  const mx::Shape rows{q.shape(0), 3};
+  require(layout.dtype() == mx::int32 && layout.shape() == rows, kOp,
+          "layout must be int32 of shape ", rows, ", but got ", layout.dtype(), " ", layout.shape(),
+          ".");
+  require(span.sink_tokens >= 0 && span.window >= 0 && span.block >= 1, kOp,
+          "sink_tokens and window must be >= 0 and block >= 1, but got ", span.sink_tokens, ", ",
+          span.window, " and ", span.block, ".");
+  check_coded("key", keys, k_tail, span);
+  check_coded("value", values, v_tail, span);
+  require(keys.codes.shape(2) == values.codes.shape(2), kOp,
+          "keys and values must have room for equal numbers of coded tokens, but got ",
+          keys.codes.shape(2), " and ", values.codes.shape(2), ".");
+
+  auto s = mx::to_stream(s_);
+  AttentionSpec spec{scale,
+                     span.sink_tokens,
+                     span.window,
+                     span.block,
+                     keys.stride,
+                     values.stride,
+                     keys.scales.has_value(),
+                     keys.centres.has_value(),
+                     values.scales.has_value(),
+                     values.centres.has_value(),
+                     causal,
+                     separate};
+  std::vector<mx::array> in{mx::contiguous(q, false, s),
+                            mx::contiguous(mx::astype(q_code, mx::float32, s), false, s),
+                            mx::contiguous(layout, false, s), mx::contiguous(k_tail, false, s),
+                            mx::contiguous(v_tail, false, s)};
+  push_coded(in, keys, s);
+  push_coded(in, values, s);
+  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
+  auto primitive = std::make_shared<Attention>(s, spec);
+  if (separate) {
+    return mx::array::make_arrays({shape, shape}, {mx::float32, mx::float32}, primitive, in);
+  }
+  return {mx::array(shape, q.dtype(), primitive, in)};
+}
+
+}  // namespace vqkv

@@ -1,0 +1,189 @@
+#include "attention/primitive.h"
+
+#include <bit>
+
+#include "backend/backend.h"
+#include "mlx/allocator.h"
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+
+namespace vqkv {
+namespace {
+
+CodeParams code_params(const mx::array& codes, const mx::array& table, int width, int stride,
+                       bool scaled, bool centred) {
+  CodeParams p{};
+  p.bytes = codes.shape(3);
+  p.rows = table.shape(2);
+  p.dims = table.shape(3);
+  p.window = std::countr_zero(unsigned(p.rows));
+  p.stride = stride;
+  p.entries = width / p.dims;
+  p.per_head = table.shape(0) > 1;
+  p.per_group = table.shape(1) > 1;
+  p.scaled = scaled;
+  p.centred = centred;
+  return p;
+}
+
+}  // namespace
+
+AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec) {
+  AttentionParams p{};
+  const auto& q = in[kQuery];
+  const auto& v = in[kValueTail];
+  p.batch = q.shape(0);
+  p.heads = q.shape(1);
+  p.queries = q.shape(2);
+  p.key_dim = q.shape(3);
+  p.kv_heads = v.shape(1);
+  p.tail = v.shape(2);
+  p.value_dim = v.shape(3);
+  p.body = in[kKeyCodes].shape(2);
+  p.key = code_params(in[kKeyCodes], in[kKeyTable], p.key_dim, spec.key_stride, spec.key_scaled,
+                      spec.key_centred);
+  p.value = code_params(in[kValueCodes], in[kValueTable], p.value_dim, spec.value_stride,
+                        spec.value_scaled, spec.value_centred);
+  p.sink_tokens = spec.sink_tokens;
+  p.window = spec.window;
+  p.block = spec.block;
+  p.causal = spec.causal;
+  p.separate = spec.separate;
+  p.splits = 1;
+  p.scale = spec.scale * 1.44269504088896340736f;  // the kernels use exp2
+  return p;
+}
+
+void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  if (out[0].size() == 0) {
+    return;
+  }
+  auto p = attention_params(in, spec_);
+  if (backend::simulated()) {
+    std::vector<mx::array> temporaries;
+    auto launches = attention_launch(in, out, p, temporaries);
+    backend::run_simulated(stream(), launches, temporaries);
+  } else {
+    attention_cpu(in, out, p, stream());
+  }
+}
+
+void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  if (out[0].size() == 0) {
+    return;
+  }
+  std::vector<mx::array> temporaries;
+  auto launches = attention_launch(in, out, attention_params(in, spec_), temporaries);
+  backend::run_gpu(stream(), launches, temporaries);
+}
+
+std::vector<mx::Shape> Attention::output_shapes(const std::vector<mx::array>& in) {
+  const auto& q = in[kQuery];
+  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), in[kValueTail].shape(3)};
+  return std::vector<mx::Shape>(spec_.separate ? 2 : 1, shape);
+}
+
+bool Attention::is_equivalent(const mx::Primitive& other) const {
+  return spec_ == static_cast<const Attention&>(other).spec_;
+}
+
+Scalars Attention::scalars() const {
+  const auto& c = spec_;
+  return {{"scale", c.scale},
+          {"sink_tokens", c.sink_tokens},
+          {"window", c.window},
+          {"block", c.block},
+          {"key_stride", c.key_stride},
+          {"value_stride", c.value_stride},
+          {"key_scaled", c.key_scaled},
+          {"key_centred", c.key_centred},
+          {"value_scaled", c.value_scaled},
+          {"value_centred", c.value_centred},
+          {"causal", c.causal},
+          {"separate", c.separate}};
+}
+
+std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
+                                      const std::vector<mx::array>& cotangents,
+                                      const std::vector<int>& argnums,
+                                      const std::vector<mx::array>&) {
+  std::vector<mx::array> some;
+  for (int a : argnums) {
+    some.push_back(primals[a]);
+  }
+  auto ref = reference("attention", scalars());
+  auto f = [&](const std::vector<mx::array>& args) {
+    auto all = primals;
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      all[argnums[i]] = args[i];
+    }
+    return ref(all);
+  };
+  return mx::vjp(f, some, cotangents).second;
+}
+
+std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
+                                      const std::vector<mx::array>& tangents,
+                                      const std::vector<int>& argnums) {
+  std::vector<mx::array> some;
+  for (int a : argnums) {
+    some.push_back(primals[a]);
+  }
+  auto ref = reference("attention", scalars());
+  auto f = [&](const std::vector<mx::array>& args) {
+    auto all = primals;
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      all[argnums[i]] = args[i];
+    }
+    return ref(all);
+  };
+  return mx::jvp(f, some, tangents).second;
+}
+
+// The mapped axis joins the batch. Mapped tables have no such form: they go through the reference.
+std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
+    const std::vector<mx::array>& in, const std::vector<int>& axes) {
+  auto s = stream();
+  int n = 0;
+  for (size_t i = 0; i < in.size(); ++i) {
+    if (axes[i] >= 0) {
+      n = in[i].shape(axes[i]);
+    }
+  }
+  std::vector<int> outs(spec_.separate ? 2 : 1, 0);
+  if (axes[kKeyTable] >= 0 || axes[kValueTable] >= 0) {
+    auto mapped = mx::vmap(reference("attention", scalars()), axes, outs);
+    return {mapped(in), outs};
+  }
+  std::vector<mx::array> folded;
+  for (size_t i = 0; i < in.size(); ++i) {
+    if (i == kKeyTable || i == kValueTable) {
+      folded.push_back(in[i]);
+      continue;
+    }
+    auto a = axes[i] >= 0 ? mx::moveaxis(in[i], axes[i], 0, s) : mx::expand_dims(in[i], 0, s);
+    auto shape = a.shape();
+    shape[0] = n;
+    a = mx::broadcast_to(a, shape, s);
+    folded.push_back(mx::contiguous(mx::flatten(a, 0, 1, s), false, s));
+  }
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (const auto& shape : output_shapes(folded)) {
+    shapes.push_back(shape);
+    dtypes.push_back(spec_.separate ? mx::float32 : in[kQuery].dtype());
+  }
+  auto out = mx::array::make_arrays(shapes, dtypes, std::make_shared<Attention>(s, spec_), folded);
+  for (auto& o : out) {
+    o = mx::unflatten(o, 0, {n, o.shape(0) / n}, s);
+  }
+  return {out, outs};
+}
+
+}  // namespace vqkv

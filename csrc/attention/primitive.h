@@ -1,0 +1,74 @@
+#pragma once
+
+#include "launch.h"
+#include "metal_params.h"
+#include "primitive_base.h"
+#include "reference.h"
+
+namespace vqkv {
+
+/** What an attention call fixes besides its arrays. */
+struct AttentionSpec {
+  float scale;
+  int sink_tokens;
+  int window;
+  int block;
+  int key_stride;
+  int value_stride;
+  bool key_scaled, key_centred, value_scaled, value_centred;
+  bool causal;
+  bool separate;
+
+  bool operator==(const AttentionSpec&) const = default;
+};
+
+/** Order of the array inputs. Arrays that a code does not use repeat its codes. */
+enum AttentionInput {
+  kQuery,      // [B, Hq, L, Dk]
+  kQueryCode,  // [B, Hq, L, Dk] float32
+  kLayout,     // [B, 3] int32: length, coded tokens, position of the first recent tail token
+  kKeyTail,    // [B, Hkv, T, Dk]
+  kValueTail,  // [B, Hkv, T, Dv]
+  kKeyCodes,
+  kKeyTable,  // float32
+  kKeyScales,
+  kKeyCentres,
+  kKeyCentreScales,
+  kValueCodes,
+  kValueTable,
+  kValueScales,
+  kValueCentres,
+  kValueCentreScales,
+  kAttentionInputs,
+};
+
+class Attention : public mx::Primitive {
+ public:
+  Attention(mx::Stream s, AttentionSpec spec) : mx::Primitive(s), spec_(spec) {}
+
+  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
+  VQKV_TRANSFORMS()
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>&) override;
+  bool is_equivalent(const mx::Primitive& other) const override;
+  const char* name() const override { return "Attention"; }
+
+ private:
+  Scalars scalars() const;
+
+  AttentionSpec spec_;
+};
+
+/** Parameters of a call, `splits` left at 1. */
+AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec);
+
+/** Launches over `in`, and the temporaries they share; `out` has its data already. */
+std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
+                                     const std::vector<mx::array>& out, AttentionParams p,
+                                     std::vector<mx::array>& temporaries);
+
+/** Native kernel; queues on the CPU stream. */
+void attention_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out,
+                   const AttentionParams& p, const mx::Stream& s);
+
+}  // namespace vqkv

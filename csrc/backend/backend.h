@@ -1,0 +1,35 @@
+// Three ways to carry out launches: MLX's Metal encoder, MLX's CUDA encoder, the host simulator.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "launch.h"
+
+namespace vqkv::backend {
+
+/** Encode launches in order on the GPU stream of MLX. `temporaries` live until they have run. */
+void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
+             const std::vector<mx::array>& temporaries);
+
+/** True where this build has a GPU executor ("metal" or "cuda"); its name, else "none". */
+const char* gpu_executor();
+
+/** Where the kernels come from: a metallib, Metal sources, or a CUDA module; loads them. */
+std::string kernel_library();
+
+/** True if eval_cpu must run the Metal kernels in the simulator (VQKV_EXECUTOR=sim). */
+bool simulated();
+
+/** True if the simulator was built in. */
+bool has_simulator();
+
+/** Queue launches on the CPU stream; each runs in the simulator. */
+void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
+                   const std::vector<mx::array>& temporaries);
+
+/** Kernels that the simulator knows, and those it has run so far in this process. */
+std::vector<std::string> simulator_kernels();
+std::vector<std::string> simulator_executed();
+
+}  // namespace vqkv::backend

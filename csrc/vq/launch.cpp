@@ -1,0 +1,41 @@
+#include "vq/op.h"
+#include "vq/primitive.h"
+
+namespace vqkv {
+namespace {
+constexpr int64_t kThreads = 256, kPerThread = 4, kStage = 4096;  // as in metal/vq.h
+}
+
+std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
+                                       const mx::array& codes) {
+  auto p = vq_params("quantize_vq", x.shape(), codebook.shape(), false);
+  require(p.dims <= kStage, "quantize_vq", "the GPU kernel takes codebook rows of up to ", kStage,
+          " values, but got ", p.dims, ".");
+  const bool held = p.dims == 8 || (codes.dtype() == mx::uint8 && (p.dims == 2 || p.dims == 4));
+  Launch l;
+  l.kernel = "quantize_vq_" + dtype_name(x.dtype()) + "_" + dtype_name(codes.dtype()) + "_" +
+             std::to_string(held ? p.dims : 0);
+  l.inputs = {x, codebook};
+  l.outputs = {codes};
+  l.set_params(p);
+  const int64_t books = (p.per_head ? p.heads : 1) * (p.per_group ? p.groups : 1);
+  const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
+  l.grid = {groups(each, kThreads * kPerThread), groups(books, 1), 1};
+  l.threads = kThreads;
+  return {l};
+}
+
+std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
+                                         const mx::array& out) {
+  auto p = vq_params("dequantize_vq", codes.shape(), codebook.shape(), true);
+  Launch l;
+  l.kernel = "dequantize_vq_" + dtype_name(out.dtype()) + "_" + dtype_name(codes.dtype());
+  l.inputs = {codes, codebook};
+  l.outputs = {out};
+  l.set_params(p);
+  l.grid = {groups(codes.size(), kThreads), 1, 1};
+  l.threads = kThreads;
+  return {l};
+}
+
+}  // namespace vqkv

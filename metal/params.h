@@ -1,0 +1,51 @@
+// Parameter blocks shared by kernels (MSL) and host code (C++). `long` is 64 bits in all of them.
+#pragma once
+
+// Vectors of one quantize_vq / dequantize_vq call, laid out [outer, heads, seq, groups] (x has
+// `dims` values for each, codes one number). Codebook: [heads or 1, groups or 1, rows, dims].
+struct VqParams {
+  long outer;
+  long heads;
+  long seq;
+  int groups;
+  int dims;
+  int rows;
+  int per_head;   // 1: a codebook for each head
+  int per_group;  // 1: a codebook for each group of the head dimension
+};
+
+// How the codes of one token are read: a bit stream of `bytes` bytes; entry t is the `window` bits
+// at bit offset stride * t and selects a table row of `dims` values. Tables: [heads or 1, groups or
+// 1, rows, dims].
+struct CodeParams {
+  int bytes;
+  int window;
+  int stride;
+  int dims;
+  int entries;  // entries per token: width / dims
+  int rows;     // 2^window
+  int per_head;
+  int per_group;
+  int scaled;   // 1: one bf16 scale per token
+  int centred;  // 1: int8 centre per block and channel, with one bf16 scale per block
+};
+
+struct AttentionParams {
+  CodeParams key;
+  CodeParams value;
+  int batch;
+  int heads;  // query heads
+  int kv_heads;
+  int queries;  // query tokens L
+  int key_dim;
+  int value_dim;
+  int body;         // tokens the code arrays have room for, S
+  int tail;         // tokens the tail arrays have room for, T
+  int sink_tokens;  // s
+  int window;       // w
+  int block;        // B
+  int causal;
+  int splits;    // key splits of a (row, kv head, query tile); 1: the tile writes the output
+  int separate;  // 1: parts from codes and tail go to outputs of their own
+  float scale;   // softmax scale times log2(e)
+};

@@ -1,0 +1,77 @@
+"""Fit codecs to a model: run text through it, collect keys and values, fit each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from ..codecs import Calibration, LayerCodecs, vecinfer
+from .mlx_lm import model_shape
+
+Progress = Callable[[int, int], None]
+"""Called with the number of layers fitted and their total."""
+
+
+def collect(
+    model: nn.Module, tokens: Sequence[int], *, chunk: int = 512
+) -> list[tuple[mx.array, mx.array]]:
+    """Keys (after RoPE) and values of every layer for a text.
+
+    Args:
+        model: An mlx_lm model of plain KVCache layers.
+        tokens: Of the text, read as one sequence.
+        chunk: Tokens per forward pass.
+
+    Returns:
+        ``(keys [H, N, D], values [H, N, Dv])`` per layer, evaluated.
+    """
+    caches = stock.make_prompt_cache(model)
+    ids = mx.array(list(tokens))[None]
+    for i in range(0, ids.shape[1], chunk):
+        model(ids[:, i : i + chunk], cache=caches)
+        mx.eval([c.state for c in caches])
+    return [tuple(x[0] for x in c.keys_and_values()) for c in caches]
+
+
+def calibrate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    preset: str,
+    *,
+    iterations: int = 30,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Fit a preset to a model.
+
+    Args:
+        model: An mlx_lm model of plain KVCache layers.
+        tokens: Calibration text, 2048 tokens or more; not a text to be evaluated on.
+        preset: Such as ``"vecinfer-2bit"``.
+        iterations: k-means rounds.
+        seed: Of k-means.
+        progress: Called after every layer.
+
+    Raises:
+        ValueError: Unknown preset, too few tokens, or a model that cannot be served.
+    """
+    spec = vecinfer.PRESETS.get(preset)
+    if spec is None:
+        raise ValueError(
+            f"[calibrate] preset must be one of {', '.join(vecinfer.PRESETS)}, but got {preset!r}."
+        )
+    if len(tokens) < 256:
+        raise ValueError(f"[calibrate] needs at least 256 tokens, but got {len(tokens)}.")
+    shape = model_shape(model)
+    vecinfer.check_width(spec, shape.key_dim, shape.value_dim)
+    layers = []
+    for i, (keys, values) in enumerate(collect(model, tokens)):
+        layers.append(
+            LayerCodecs(*vecinfer.fit(spec, keys, values, iterations=iterations, seed=seed))
+        )
+        if progress:
+            progress(i + 1, shape.layers)
+    return Calibration(preset, shape, layers, len(tokens))

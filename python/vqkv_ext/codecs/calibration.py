@@ -1,0 +1,151 @@
+"""The calibration file: one safetensors file with the codecs of every layer of a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from . import vecinfer
+from .base import Codec
+from .product import ProductCodec
+from .transforms import SmoothedHadamard
+
+FORMAT = "vqkv_ext.calibration"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerCodecs:
+    """The codecs of one layer."""
+
+    key: Codec
+    value: Codec
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model must have in common with the one that was calibrated.
+
+    Attributes:
+        model_type: mlx_lm's name of the architecture.
+        layers: Attention layers.
+        kv_heads: KV heads per layer.
+        key_dim, value_dim: Head dimensions.
+    """
+
+    model_type: str
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Codecs fitted to a model: ``vqkv calibrate`` writes one, ``make_prompt_cache`` takes one.
+
+    Attributes:
+        preset: Name of the method and its size.
+        shape: Of the model.
+        layers: The codecs, one pair per layer.
+        tokens: Calibration tokens they were fitted to.
+    """
+
+    preset: str
+    shape: ModelShape
+    layers: list[LayerCodecs]
+    tokens: int
+
+    def check(self, shape: ModelShape) -> None:
+        """Refuse a model other than the one that was calibrated.
+
+        Raises:
+            ValueError: Naming every difference.
+        """
+        differences = [
+            f"{name} {mine!r} but the model has {theirs!r}"
+            for name, mine in vars(self.shape).items()
+            if (theirs := getattr(shape, name)) != mine
+        ]
+        if differences:
+            raise ValueError(
+                f"[Calibration] {self.preset} must be used with the model it was calibrated on: "
+                f"it is for {'; '.join(differences)}."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; its name should end in ``.safetensors``."""
+        arrays: dict[str, mx.array] = {}
+        for i, layer in enumerate(self.layers):
+            key, value = layer.key, layer.value
+            if not isinstance(key.transform, SmoothedHadamard) or not isinstance(key, ProductCodec):
+                raise ValueError(
+                    f"[Calibration] only VecInfer codecs can be saved, but got {key.name}."
+                )
+            arrays[f"layers.{i}.key.smooth"] = key.transform.smooth[:, 0]
+            arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
+            arrays[f"layers.{i}.value.codebook"] = value.code.table.astype(mx.float16)
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "preset": self.preset,
+            "shape": json.dumps(vars(self.shape)),
+            "tokens": str(self.tokens),
+        }
+        path = Path(path)
+        part = path.with_name(f".{path.stem}.part.safetensors")  # never a half-written file
+        mx.save_safetensors(str(part), arrays, metadata)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file.
+
+        Raises:
+            ValueError: The file is truncated, of another kind, or of another version.
+            FileNotFoundError: There is none.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"[Calibration] there is no file {path}.")
+        try:
+            arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+            mx.eval(arrays)
+        except Exception as e:
+            raise ValueError(
+                f"[Calibration] {path} must be a complete safetensors file, but reading it failed: "
+                f"{e}"
+            ) from e
+        if metadata.get("format") != FORMAT or metadata.get("version") != str(VERSION):
+            raise ValueError(
+                f"[Calibration] {path} must have format {FORMAT!r} version {VERSION}, but got "
+                f"{metadata.get('format')!r} version {metadata.get('version')!r}."
+            )
+        preset = metadata["preset"]
+        spec = vecinfer.PRESETS.get(preset)
+        if spec is None:
+            raise ValueError(
+                f"[Calibration] {path} must be of a known preset ({', '.join(vecinfer.PRESETS)}), "
+                f"but got {preset!r}."
+            )
+        try:
+            shape = ModelShape(**json.loads(metadata["shape"]))
+            layers = [
+                LayerCodecs(
+                    *vecinfer.build(
+                        spec,
+                        arrays[f"layers.{i}.key.smooth"],
+                        arrays[f"layers.{i}.key.codebook"],
+                        arrays[f"layers.{i}.value.codebook"],
+                        shape.key_dim,
+                        shape.value_dim,
+                    )
+                )
+                for i in range(shape.layers)
+            ]
+        except (KeyError, TypeError, json.JSONDecodeError) as e:
+            raise ValueError(f"[Calibration] {path} is damaged: {e!r} is missing or wrong.") from e
+        return cls(preset, shape, layers, int(metadata.get("tokens", 0)))
