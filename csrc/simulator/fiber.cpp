@@ -16,7 +16,11 @@ constexpr size_t kStack = 512 << 10;  // red zones and unoptimised frames
 constexpr size_t kStack = 128 << 10;
 #endif
 // What the frame of a fiber's entry function may leave poisoned, since it never returns.
-[[maybe_unused]] constexpr size_t kEntryFrame = 4096;
+[[maybe_unused]] constexpr size_t kEntryFrame = 16 << 10;
+
+// Stacks that began at the same offset would share the same few sets of the cache.
+constexpr unsigned kColours = 64;
+constexpr size_t kColour = 192;
 
 // Far larger than a page: a frame with a large array may start beyond one page.
 constexpr size_t kGuard = 512 << 10;
@@ -25,10 +29,10 @@ constexpr size_t kGuard = 512 << 10;
 
 #ifdef VQKV_SIM_UCONTEXT
 
-static void prepare(Context& c, char* stack, void (*entry)()) {
+static void prepare(Context& c, char* stack, size_t size, void (*entry)()) {
   getcontext(&c.saved);
   c.saved.uc_stack.ss_sp = stack;
-  c.saved.uc_stack.ss_size = kStack;
+  c.saved.uc_stack.ss_size = size;
   c.saved.uc_link = nullptr;
   makecontext(&c.saved, entry, 0);
 }
@@ -63,8 +67,8 @@ vqkv_sim_switch:
   ret
 )");
 
-static void prepare(Context& c, char* stack, void (*entry)()) {
-  void** sp = reinterpret_cast<void**>(stack + kStack);
+static void prepare(Context& c, char* stack, size_t size, void (*entry)()) {
+  void** sp = reinterpret_cast<void**>(stack + size);
   *--sp = nullptr;  // in place of a return address: the alignment of a called function
   *--sp = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; i++)
@@ -105,8 +109,8 @@ vqkv_sim_switch:
   ret
 )");
 
-static void prepare(Context& c, char* stack, void (*entry)()) {
-  void** sp = reinterpret_cast<void**>(stack + kStack) - 20;
+static void prepare(Context& c, char* stack, size_t size, void (*entry)()) {
+  void** sp = reinterpret_cast<void**>(stack + size) - 20;
   for (int i = 0; i < 20; i++)
     sp[i] = nullptr;
   sp[11] = reinterpret_cast<void*>(entry);  // x30, where ret goes
@@ -136,7 +140,7 @@ Fiber::~Fiber() {
     munmap(stack_ - kGuard, kStack + kGuard);
 }
 
-void Fiber::start(void (*entry)(), bool stack_is_clean) {
+void Fiber::start(void (*entry)(), unsigned index, bool stack_is_clean) {
   if (!stack_) {
     void* m = mmap(nullptr, kStack + kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                    -1, 0);
@@ -152,7 +156,7 @@ void Fiber::start(void (*entry)(), bool stack_is_clean) {
   __asan_unpoison_memory_region(stack_ + kStack - dirty, dirty);
 #endif
   (void)stack_is_clean;
-  prepare(context_, stack_, entry);
+  prepare(context_, stack_, kStack - index % kColours * kColour, entry);
 }
 
 void Fiber::resume(Context& host) {

@@ -32,8 +32,11 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber();
 
-  /** The next resume() enters `entry`, which must call entered() first and never return. */
-  void start(void (*entry)(), bool stack_is_clean);
+  /**
+   * The next resume() enters `entry`, which must call entered() first and never return. Fibers of
+   * different `index` begin at different cache lines of their stacks.
+   */
+  void start(void (*entry)(), unsigned index, bool stack_is_clean);
 
   void resume(Context& host);
   void entered(Context& host);

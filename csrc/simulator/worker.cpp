@@ -61,12 +61,12 @@ void Worker::wait(State state, const char* operation, Site site) {
   t->fiber.suspend(host_);
 }
 
-const Slot* Worker::exchange(const void* value, size_t size, const char* operation, Site site) {
+Exchange& Worker::exchange(const void* value, size_t size, const char* operation, Site site) {
   Simdgroup& s = simdgroups_[thread_->tid / kSimdWidth];
-  const int parity = s.parity;
-  std::memcpy(s.slots[parity][lane()], value, size);
+  Exchange& e = s.exchanges[s.parity];
+  std::memcpy(e.posted[lane()], value, size);
   wait(State::in_simdgroup, operation, site);
-  return s.slots[parity];
+  return e;
 }
 
 void Worker::barrier(const char* operation, Site site) {
@@ -96,14 +96,11 @@ void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, con
   return a.data;
 }
 
-const Slot* exchange(const void* value, size_t size, const char* operation, Site site) {
+Exchange& exchange(const void* value, size_t size, const char* operation, Site site) {
   return Worker::current()->exchange(value, size, operation, site);
 }
 void barrier(const char* operation, Site site) {
   Worker::current()->barrier(operation, site);
-}
-unsigned lanes() {
-  return Worker::current()->lanes();
 }
 unsigned lane() {
   return Worker::current()->lane();
@@ -143,7 +140,7 @@ void Worker::start_threads() {
   for (unsigned i = 0; i < job_->threads; i++) {
     Thread& t = threads_[i];
     t.tid = i;
-    t.fiber.start(thread_main, t.state == State::done);
+    t.fiber.start(thread_main, i, t.state == State::done);
     t.state = State::ready;
   }
   for (unsigned s = 0; s * kSimdWidth < job_->threads; s++) {
@@ -177,6 +174,8 @@ bool Worker::advance_simdgroup(unsigned index) {
     }
     if (lanes[0].state != State::in_simdgroup)
       return true;
+    s.exchanges[s.parity].lanes = s.lanes;
+    s.exchanges[s.parity].has_result = false;
     s.parity ^= 1;
     for (unsigned i = 0; i < s.lanes; i++)
       lanes[i].state = State::ready;

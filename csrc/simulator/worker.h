@@ -31,10 +31,9 @@ class Worker {
   void memory_fault(const void* address);
 
   // Called by kernels through hooks.h.
-  const Slot* exchange(const void* value, size_t size, const char* operation, Site);
+  Exchange& exchange(const void* value, size_t size, const char* operation, Site);
   void barrier(const char* operation, Site);
   void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);
-  unsigned lanes() const { return simdgroups_[thread_->tid / kSimdWidth].lanes; }
   unsigned lane() const { return thread_->tid % kSimdWidth; }
 
  private:
@@ -48,8 +47,8 @@ class Worker {
     Site site{"", 0, 0};
   };
   struct Simdgroup {
-    alignas(16) Slot slots[2][kSimdWidth];
-    int parity = 0;  // two sets, so that lanes may still read the last exchange
+    Exchange exchanges[2];  // two, so that lanes may still read the last one
+    int parity = 0;
     unsigned lanes = 0;
   };
   struct Array {

@@ -147,8 +147,10 @@ bool isfinite(half);
   T select(T, T, bool);
 MSL_MINMAX(char)
 MSL_MINMAX(uchar)
-MSL_MINMAX(short) MSL_MINMAX(ushort) MSL_MINMAX(int) MSL_MINMAX(uint) MSL_MINMAX(long)
-    MSL_MINMAX(ulong) MSL_MINMAX(half) MSL_MINMAX(float)
+MSL_MINMAX(short)
+MSL_MINMAX(ushort)
+MSL_MINMAX(int) MSL_MINMAX(uint) MSL_MINMAX(long) MSL_MINMAX(ulong) MSL_MINMAX(half)
+    MSL_MINMAX(float)
 #undef MSL_MINMAX
 
         float fma(float, float, float);
@@ -160,9 +162,10 @@ half fma(half, half, half);
   V abs(V);
 MSL_FLOAT_VECTOR(half2)
 MSL_FLOAT_VECTOR(half4)
-MSL_FLOAT_VECTOR(float2) MSL_FLOAT_VECTOR(float4)
+MSL_FLOAT_VECTOR(float2)
+MSL_FLOAT_VECTOR(float4)
 #undef MSL_FLOAT_VECTOR
-    half dot(half2, half2);
+half dot(half2, half2);
 half dot(half4, half4);
 float dot(float2, float2);
 float dot(float4, float4);
@@ -196,8 +199,9 @@ bool simd_all(bool);
 #define MSL_SIMD_VECTORS(T) MSL_SIMD(T) MSL_SIMD(T##2) MSL_SIMD(T##4)
 MSL_SIMD_VECTORS(char)
 MSL_SIMD_VECTORS(uchar)
-MSL_SIMD_VECTORS(short) MSL_SIMD_VECTORS(ushort) MSL_SIMD_VECTORS(int) MSL_SIMD_VECTORS(uint)
-    MSL_SIMD_VECTORS(half) MSL_SIMD_VECTORS(float)
+MSL_SIMD_VECTORS(short)
+MSL_SIMD_VECTORS(ushort)
+MSL_SIMD_VECTORS(int) MSL_SIMD_VECTORS(uint) MSL_SIMD_VECTORS(half) MSL_SIMD_VECTORS(float)
 #undef MSL_SIMD_VECTORS
 #undef MSL_SIMD
 

@@ -38,14 +38,20 @@ struct Site {
 #endif
 };
 
-using Slot = unsigned char[16];
+/** What the lanes of a simdgroup posted. */
+struct Exchange {
+  alignas(16) unsigned char posted[32][16];
+  unsigned lanes;
+  // A reduction is computed by the first lane to come and kept here for the others.
+  bool has_result;
+  alignas(16) unsigned char result[16];
+};
 
 /**
- * Posts this lane's value (at most 16 bytes) and waits until the whole simdgroup has. Returns what
- * each lane posted, valid until the next but one exchange.
+ * Posts this lane's value (at most 16 bytes) and waits until the whole simdgroup has. The result is
+ * valid until the next but one exchange.
  */
-const Slot* exchange(const void* value, size_t size, const char* operation, Site);
-unsigned lanes();
+Exchange& exchange(const void* value, size_t size, const char* operation, Site);
 unsigned lane();
 void barrier(const char* operation, Site);
 

@@ -42,25 +42,33 @@ struct Bind {
 // In the order of a butterfly of shuffles, so that CUDA rounds alike.
 template <typename T, typename Op>
 inline T reduce(T x, Op op, const char* name, Site site) {
-  const Slot* s = exchange(&x, sizeof(T), name, site);
-  const unsigned n = lanes();
+  Exchange& e = exchange(&x, sizeof(T), name, site);
   T v[32];
-  for (unsigned i = 0; i < n; i++)
-    memcpy(&v[i], s[i], sizeof(T));
-  for (unsigned h = 16; h >= 1; h >>= 1) {
-    for (unsigned i = 0; i < h && i + h < n; i++)
-      v[i] = op(v[i], v[i + h]);
+  if (e.has_result) {
+    memcpy(&v[0], e.result, sizeof(T));
+    return v[0];
   }
+  for (unsigned i = 0; i < e.lanes; i++) {
+    memcpy(&v[i], e.posted[i], sizeof(T));
+  }
+  for (unsigned h = 16; h >= 1; h >>= 1) {
+    for (unsigned i = 0; i < h && i + h < e.lanes; i++) {
+      v[i] = op(v[i], v[i + h]);
+    }
+  }
+  memcpy(e.result, &v[0], sizeof(T));
+  e.has_result = true;
   return v[0];
 }
 
 template <typename T>
 inline T pick(T x, unsigned source, const char* name, Site site) {
-  const Slot* s = exchange(&x, sizeof(T), name, site);
+  const Exchange& e = exchange(&x, sizeof(T), name, site);
   T r;
   memset(static_cast<void*>(&r), 0xff, sizeof(T));  // poison where there is no such lane
-  if (source < lanes())
-    memcpy(&r, s[source], sizeof(T));
+  if (source < e.lanes) {
+    memcpy(&r, e.posted[source], sizeof(T));
+  }
   return r;
 }
 
@@ -105,10 +113,11 @@ inline T simd_shuffle_up(T x, ushort delta, MSL_SITE) {
 
 inline ulong ballot(bool b, const char* name, vqkv::sim::Site site) {
   const unsigned char vote = b;
-  const vqkv::sim::Slot* s = vqkv::sim::exchange(&vote, 1, name, site);
+  const vqkv::sim::Exchange& e = vqkv::sim::exchange(&vote, 1, name, site);
   ulong votes = 0;
-  for (uint i = 0; i < vqkv::sim::lanes(); i++)
-    votes |= ulong(s[i][0]) << i;
+  for (uint i = 0; i < e.lanes; i++) {
+    votes |= ulong(e.posted[i][0]) << i;
+  }
   return votes;
 }
 inline simd_vote simd_ballot(bool b, MSL_SITE) {
