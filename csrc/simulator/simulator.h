@@ -3,8 +3,13 @@
 // outside buffers, writes to const buffers, too much threadgroup memory. What a kernel never wrote
 // holds 0xff bytes (NaN). Races show as results that depend on the order of threads.
 //
-// Sources: csrc/simulator/*.cpp, C++17, -ffp-contract=off (so that only metal::fma fuses), threads
-// library. Link them as objects: a static library would drop the kernels' registrations.
+// Sources: csrc/simulator/*.cpp, C++17, with the threads library; kernels.cpp needs -fsigned-char
+// (MSL's char) and -ffp-contract=off (so that only metal::fma fuses). Link them as objects: a
+// static library would drop the kernels' registrations.
+//
+// Sanitizers: build everything with -fsanitize=address,undefined -fno-sanitize=vptr,function and,
+// for Python, -shared-libasan with the runtime in LD_PRELOAD and ASAN_OPTIONS=detect_leaks=0:
+// symbolize=0. Threadgroup arrays and buffers are then exact to the byte; asan.h has the rest.
 #pragma once
 
 #include <cstddef>

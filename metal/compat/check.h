@@ -137,8 +137,10 @@ int abs(int);
 long abs(long);
 bool isnan(float);
 bool isnan(half);
+void isnan(bfloat) = delete;
 bool isfinite(float);
 bool isfinite(half);
+void isfinite(bfloat) = delete;
 
 #define MSL_MINMAX(T) \
   T min(T, T);        \
@@ -149,11 +151,15 @@ MSL_MINMAX(char)
 MSL_MINMAX(uchar)
 MSL_MINMAX(short)
 MSL_MINMAX(ushort)
-MSL_MINMAX(int) MSL_MINMAX(uint) MSL_MINMAX(long) MSL_MINMAX(ulong) MSL_MINMAX(half)
-    MSL_MINMAX(float)
+MSL_MINMAX(int)
+MSL_MINMAX(uint)
+MSL_MINMAX(long)
+MSL_MINMAX(ulong)
+MSL_MINMAX(half)
+MSL_MINMAX(float)
 #undef MSL_MINMAX
 
-        float fma(float, float, float);
+float fma(float, float, float);
 half fma(half, half, half);
 #define MSL_FLOAT_VECTOR(V) \
   V fma(V, V, V);           \
@@ -201,7 +207,10 @@ MSL_SIMD_VECTORS(char)
 MSL_SIMD_VECTORS(uchar)
 MSL_SIMD_VECTORS(short)
 MSL_SIMD_VECTORS(ushort)
-MSL_SIMD_VECTORS(int) MSL_SIMD_VECTORS(uint) MSL_SIMD_VECTORS(half) MSL_SIMD_VECTORS(float)
+MSL_SIMD_VECTORS(int)
+MSL_SIMD_VECTORS(uint)
+MSL_SIMD_VECTORS(half)
+MSL_SIMD_VECTORS(float)
 #undef MSL_SIMD_VECTORS
 #undef MSL_SIMD
 

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "bind.h"
-#include "math.h"
+#include "functions.h"
 #include "types.h"
 
 // The CUDA headers spell these with plain words that names.h turns into macros (`device`).

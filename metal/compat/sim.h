@@ -3,8 +3,8 @@
 #pragma once
 
 #include "bind.h"
+#include "functions.h"
 #include "hooks.h"
-#include "math.h"
 #include "types.h"
 
 // MSL's attributes and loop pragmas mean nothing to a C++ compiler, and a kernel may ignore
