@@ -117,17 +117,18 @@ struct Attend {
     }
   }
 
-  void score(int64_t first, int n) {
-    bool done = false;
+  void products(int64_t first, int n) {
     if constexpr (kMayLut) {
       if (use_lut) {
         lut_products(first, n);
-        done = true;
+        return;
       }
     }
-    if (!done) {
-      key_products(kind(), first, n, s.scores);
-    }
+    key_products(kind(), first, n, s.scores);
+  }
+
+  void score(int64_t first, int n) {
+    products(first, n);
     const Tokens& k = a.keys;
     const int64_t block = centred(k) ? first / k.block : 0;
     if (centred(k)) {

@@ -29,6 +29,14 @@ VQKV_INLINE void add_row(float* p, const float* x) {
   }
 }
 
+/** Partial sums are added at the end: shorter chains of additions round less. */
+template <typename V>
+VQKV_INLINE void add_to(float* p, V sum) {
+  store(p, load<V>(p) + sum);
+}
+
+constexpr int kSumDims = 32;  // products of one partial sum of a score
+
 // ---- scores from a table of products ----
 
 /** lut[entry][row][R]: every table row times its part of every query row. */
@@ -60,10 +68,7 @@ void add_lut_scores(const float* lut, int rows, const uint8_t* index, int64_t in
   using V = typename Rows<R>::V;
   constexpr int N = Rows<R>::N, lanes = Rows<R>::lanes;
   for (int t = 0; t < tokens; ++t, index += index_stride, scores += R) {
-    V sum[N];
-    for (int n = 0; n < N; ++n) {
-      sum[n] = load<V>(scores + n * lanes);
-    }
+    V sum[N]{};
     const float* products = lut;
     auto add = [&](int e) __attribute__((always_inline)) {
       for (int n = 0; n < N; ++n) {
@@ -82,7 +87,7 @@ void add_lut_scores(const float* lut, int rows, const uint8_t* index, int64_t in
       add(e);
     }
     for (int n = 0; n < N; ++n) {
-      store(scores + n * lanes, sum[n]);
+      add_to(scores + n * lanes, sum[n]);
     }
   }
 }
@@ -94,14 +99,7 @@ VQKV_INLINE void score_block(const float* tokens, int64_t stride, int dims, cons
                              float* scores) {
   using V = typename Rows<R>::V;
   constexpr int N = Rows<R>::N, lanes = Rows<R>::lanes;
-  V sum[Block][N];
-  VQKV_UNROLL
-  for (int b = 0; b < Block; ++b) {
-    VQKV_UNROLL
-    for (int n = 0; n < N; ++n) {
-      sum[b][n] = load<V>(scores + b * R + n * lanes);
-    }
-  }
+  V sum[Block][N]{};
   for (int d = 0; d < dims; ++d) {
     V row[N];
     VQKV_UNROLL
@@ -121,7 +119,7 @@ VQKV_INLINE void score_block(const float* tokens, int64_t stride, int dims, cons
   for (int b = 0; b < Block; ++b) {
     VQKV_UNROLL
     for (int n = 0; n < N; ++n) {
-      store(scores + b * R + n * lanes, sum[b][n]);
+      add_to(scores + b * R + n * lanes, sum[b][n]);
     }
   }
 }
@@ -131,26 +129,22 @@ template <int R>
 void add_scores(const float* tokens, int64_t stride, int dims, const float* q, int count,
                 float* scores) {
   constexpr int block = 8 / Rows<R>::N;
-  int t = 0;
-  for (; t + block <= count; t += block) {
-    score_block<R, block>(tokens + t * stride, stride, dims, q, scores + int64_t(t) * R);
-  }
-  for (; t < count; ++t) {
-    score_block<R, 1>(tokens + t * stride, stride, dims, q, scores + int64_t(t) * R);
+  for (int d = 0; d < dims; d += kSumDims, tokens += kSumDims, q += kSumDims * R) {
+    const int m = dims - d < kSumDims ? dims - d : kSumDims;
+    int t = 0;
+    for (; t + block <= count; t += block) {
+      score_block<R, block>(tokens + t * stride, stride, m, q, scores + int64_t(t) * R);
+    }
+    for (; t < count; ++t) {
+      score_block<R, 1>(tokens + t * stride, stride, m, q, scores + int64_t(t) * R);
+    }
   }
 }
 
 template <int R, int Block, int N>
 VQKV_INLINE void value_block(const float* weights, const float* tokens, int64_t stride, int count,
                              float* out, int64_t out_stride) {
-  F sum[Block][N];
-  VQKV_UNROLL
-  for (int b = 0; b < Block; ++b) {
-    VQKV_UNROLL
-    for (int n = 0; n < N; ++n) {
-      sum[b][n] = load<F>(out + b * out_stride + n * kWidth);
-    }
-  }
+  F sum[Block][N]{};
   for (int t = 0; t < count; ++t) {
     F row[N];
     VQKV_UNROLL
@@ -170,7 +164,7 @@ VQKV_INLINE void value_block(const float* weights, const float* tokens, int64_t 
   for (int b = 0; b < Block; ++b) {
     VQKV_UNROLL
     for (int n = 0; n < N; ++n) {
-      store(out + b * out_stride + n * kWidth, sum[b][n]);
+      add_to(out + b * out_stride + n * kWidth, sum[b][n]);
     }
   }
 }

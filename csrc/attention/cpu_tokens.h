@@ -54,8 +54,8 @@ void read_bits(const Tokens& t, int64_t token, int entry, int count, Index* out)
     for (; e + 8 <= count; e += 8, p += c.stride) {
       uint64_t word;
       __builtin_memcpy(&word, p, 8);
-      auto entries = __builtin_convertvector((word >> shifts) & uint64_t(mask),
-                                             typename Eight<Index>::V);
+      auto entries =
+          __builtin_convertvector((word >> shifts) & uint64_t(mask), typename Eight<Index>::V);
       __builtin_memcpy(out + e, &entries, sizeof(entries));
     }
   } else if (7 + 3 * c.stride + c.window <= 64) {
