@@ -101,8 +101,8 @@ def random_case(
     spare: int = 5,
     sharp: float = 1.0,
 ) -> Case:
-    """`coded` tokens as codes, `recent` tokens after them uncompressed, `grace` of them both; NaN in
-    every tail slot that holds no token."""
+    """`coded` tokens as codes, `recent` tokens after them uncompressed, `grace` of them both; NaN
+    in every tail slot that holds no token."""
     body_room = -(-max(coded, 0) // block) * block
     key = {"dims": 4} | (key or {})
     value = {"dims": 4} | (value or {})

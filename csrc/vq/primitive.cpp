@@ -138,7 +138,8 @@ std::vector<mx::array> DequantizeVQ::vjp(const std::vector<mx::array>& primals,
     auto zero = mx::zeros({books * stride, p.dims}, mx::float32, s);
     auto updates = mx::reshape(mx::astype(cotangents[0], mx::float32, s),
                                {static_cast<int>(codes.size()), 1, p.dims}, s);
-    auto sum = mx::scatter_add(zero, {mx::flatten(index, s)}, updates, {0}, s);
+    auto sum = mx::scatter_add(zero, std::vector<mx::array>{mx::flatten(index, s)}, updates,
+                               std::vector<int>{0}, s);
     sum = mx::slice(mx::reshape(sum, {books, stride, p.dims}, s), {0, 0, 0},
                     {books, p.rows, p.dims}, s);
     grads.push_back(mx::astype(mx::reshape(sum, book.shape(), s), book.dtype(), s));

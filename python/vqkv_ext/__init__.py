@@ -8,9 +8,9 @@ from ._build import mlx_version as _built_for
 
 if mx.__version__ != _built_for:
     raise ImportError(
-        f"vqkv_ext was built for mlx {_built_for}, but mlx {mx.__version__} is installed; mlx's C++ "
-        f"interface changes in every release. Run `pip install mlx=={_built_for}` or install the "
-        "vqkv-ext release made for your mlx."
+        f"vqkv_ext was built for mlx {_built_for}, but mlx {mx.__version__} is installed; mlx's "
+        f"C++ interface changes in every release. Run `pip install mlx=={_built_for}` or install "
+        "the vqkv-ext release made for your mlx."
     )
 
 from . import ops  # noqa: E402

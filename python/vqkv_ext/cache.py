@@ -5,9 +5,9 @@ Logical positions of a row::
     [ sink tokens | body: codes, whole blocks | recent tokens ]
 
 A query that sees N tokens reads ``coded_tokens(N)`` tokens after the sinks as codes, and the rest
-uncompressed, whatever chunk it arrives in; so the same tokens give the same codes and the same split
-for any chunking of the prompt. The uncompressed copy of the last coded block stays one block longer
-(grace), so trimming up to one block is exact.
+uncompressed, whatever chunk it arrives in; so the same tokens give the same codes and the same
+split for any chunking of the prompt. The uncompressed copy of the last coded block stays one block
+longer (grace), so trimming up to one block is exact.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class CacheConfig:
 
 
 class CompressedArray:
-    """Keys or values in a cache, as a model's attention receives them. It has the shape and dtype of
-    the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it."""
+    """Keys or values in a cache, as a model's attention receives them. It has the shape and dtype
+    of the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it."""
 
     def __init__(self, packed: PackedKV, tokens: int, use_metal_kernels: bool | None):
         batch, heads, _, width = packed.tail.shape
@@ -64,9 +64,9 @@ class CompressedArray:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            "[CompressedArray] compressed keys and values must be read by "
-            "vqkv_ext.ops.attention, but got used as an array; does this model compute attention by "
-            "other means than mlx_lm's scaled_dot_product_attention?"
+            "[CompressedArray] compressed keys and values must be read by vqkv_ext.ops.attention, "
+            "but got used as an array; does this model compute attention by other means than "
+            "mlx_lm's scaled_dot_product_attention?"
         )
 
     __getitem__ = __array__ = __matmul__ = __rmatmul__ = __add__ = __mul__ = _refuse

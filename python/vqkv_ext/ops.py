@@ -146,8 +146,8 @@ def attention(
 
     Args:
         q: ``[B, Hq, L, D]``; float32, float16 or bfloat16.
-        keys, values: Of ``Hkv`` heads, ``Hq`` a multiple of it; they share one layout, whose lengths
-            include the L query tokens. Widths may differ, up to 576.
+        keys, values: Of ``Hkv`` heads, ``Hq`` a multiple of it; they share one layout, whose
+            lengths include the L query tokens. Widths may differ, up to 576.
         scale: Softmax scale.
         mask: None (every query sees all tokens), ``"causal"`` (aligned at the lower right), or an
             array broadcastable to ``[B, Hq, L, N]``, boolean (True = visible) or additive, whose

@@ -38,9 +38,11 @@ def kmeans(x: mx.array, k: int = 256, *, iterations: int = 30, seed: int = 0) ->
         count = mx.zeros((heads * k,)).at[index].add(mx.ones(index.shape))
         mean = total / mx.maximum(count, 1.0)[:, None]
         error = (flat - mean[index]).square().sum(-1).reshape(heads, n)
-        draw = mx.random.categorical(
-            mx.log(error + 1e-30), num_samples=k, key=mx.random.key(seed + i + 1)
+        # Gumbel keys: the k largest are a draw without replacement, weighted by error
+        keys = mx.log(error + 1e-30) + mx.random.gumbel(
+            error.shape, key=mx.random.key(seed + i + 1)
         )
+        draw = mx.argsort(-keys, axis=-1)[:, mx.arange(k) % n]
         restart = mx.take_along_axis(x, draw[..., None], axis=1).reshape(-1, dims)
         book = mx.where((count > 0)[:, None], mean, restart).reshape(heads, k, dims)
         mx.eval(book)

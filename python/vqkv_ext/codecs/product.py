@@ -15,8 +15,8 @@ class ProductCodec(Codec):
     Args:
         name: See :class:`Codec`.
         width: Values per vector.
-        codebook: ``[1 or H, 1 or width/d, 256, d]``. Rounded to float16, so that a kernel may keep it
-            in half precision without changing what a code means.
+        codebook: ``[1 or H, 1 or width/d, 256, d]``. Rounded to float16, so that a kernel may keep
+            it in half precision without changing what a code means.
         transform: Basis of the codes, or None.
     """
 

@@ -1,0 +1,47 @@
+"""One way to time and weigh things, for all benchmarks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+
+def milliseconds(*calls: Callable[[], mx.array], rounds: int = 7, warmup: int = 2) -> list[float]:
+    """Median time of each call, taken in turns so that all meet the same machine."""
+    for _ in range(warmup):
+        for call in calls:
+            mx.eval(call())
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            mx.eval(call())
+            times[i].append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(t) for t in times]
+
+
+def extra_bytes(call: Callable[[], mx.array]) -> int:
+    """Peak memory of MLX during a call, beyond what was held before it; the result included."""
+    mx.eval(call())
+    gc.collect()
+    mx.clear_cache()
+    base = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(call())
+    return mx.get_peak_memory() - base
+
+
+def blas() -> str:
+    """The BLAS that MLX's CPU matmul uses here, as far as can be told."""
+    maps = "/proc/self/maps"
+    if os.path.exists(maps):
+        with open(maps) as f:
+            if "openblas" in f.read():
+                return "OpenBLAS"
+        return "the wheel's reference BLAS"
+    return "Accelerate"
