@@ -5,11 +5,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include "attention/op.h"
 #include "backend/backend.h"
+#include "bindings.h"
 #include "parallel.h"
 #include "reference.h"
-#include "vq/op.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -50,49 +49,6 @@ NB_MODULE(_ext, m) {
         nb::sig("def simulator_executed() -> list[str]"));
   m.def("cpu_isa", &vqkv::cpu_isa, nb::sig("def cpu_isa() -> str"));
 
-  m.def("quantize_vq", &vqkv::quantize_vq, "x"_a, "codebook"_a, nb::kw_only(),
-        "stream"_a = nb::none(),
-        nb::sig("def quantize_vq(x: mlx.core.array, codebook: mlx.core.array, *, "
-                "stream: mlx.core.Stream | mlx.core.Device | None = None) -> mlx.core.array"));
-  m.def("dequantize_vq", &vqkv::dequantize_vq, "codes"_a, "codebook"_a, "dtype"_a = nb::none(),
-        nb::kw_only(), "stream"_a = nb::none(),
-        nb::sig("def dequantize_vq(codes: mlx.core.array, codebook: mlx.core.array, "
-                "dtype: mlx.core.Dtype | None = None, *, "
-                "stream: mlx.core.Stream | mlx.core.Device | None = None) -> mlx.core.array"));
-  m.def("fake_quantize_vq", &vqkv::fake_quantize_vq, "x"_a, "codebook"_a, nb::kw_only(),
-        "stream"_a = nb::none(),
-        nb::sig("def fake_quantize_vq(x: mlx.core.array, codebook: mlx.core.array, *, "
-                "stream: mlx.core.Stream | mlx.core.Device | None = None) -> mlx.core.array"));
-
-  nb::class_<vqkv::Coded>(m, "Coded")
-      .def(
-          "__init__",
-          [](vqkv::Coded* self, const mlx::core::array& codes, const mlx::core::array& table,
-             int stride, std::optional<mlx::core::array> scales,
-             std::optional<mlx::core::array> centres,
-             std::optional<mlx::core::array> centre_scales) {
-            new (self) vqkv::Coded{codes, table, stride, scales, centres, centre_scales};
-          },
-          "codes"_a, "table"_a, "stride"_a, "scales"_a = nb::none(), "centres"_a = nb::none(),
-          "centre_scales"_a = nb::none(),
-          nb::sig("def __init__(self, codes: mlx.core.array, table: mlx.core.array, stride: int, "
-                  "scales: mlx.core.array | None = None, centres: mlx.core.array | None = None, "
-                  "centre_scales: mlx.core.array | None = None) -> None"));
-  m.def(
-      "attention",
-      [](const mlx::core::array& q, const mlx::core::array& q_code, const mlx::core::array& layout,
-         const mlx::core::array& k_tail, const mlx::core::array& v_tail, const vqkv::Coded& keys,
-         const vqkv::Coded& values, int sink_tokens, int window, int block, float scale,
-         bool causal, bool separate, mlx::core::StreamOrDevice s) {
-        return vqkv::attention(q, q_code, layout, k_tail, v_tail, keys, values,
-                               {sink_tokens, window, block}, scale, causal, separate, s);
-      },
-      "q"_a, "q_code"_a, "layout"_a, "k_tail"_a, "v_tail"_a, "keys"_a, "values"_a, nb::kw_only(),
-      "sink_tokens"_a, "window"_a, "block"_a, "scale"_a, "causal"_a = false, "separate"_a = false,
-      "stream"_a = nb::none(),
-      nb::sig("def attention(q: mlx.core.array, q_code: mlx.core.array, layout: mlx.core.array, "
-              "k_tail: mlx.core.array, v_tail: mlx.core.array, keys: Coded, values: Coded, *, "
-              "sink_tokens: int, window: int, block: int, scale: float, causal: bool = False, "
-              "separate: bool = False, stream: mlx.core.Stream | mlx.core.Device | None = None) "
-              "-> list[mlx.core.array]"));
+  vqkv::bind_vq(m);
+  vqkv::bind_attention(m);
 }

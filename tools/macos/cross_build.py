@@ -23,6 +23,7 @@ from exports import audit
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+_NOT_FAMILIES = ("backend", "cpu", "simulator")
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-macos.14.0"]
 
 
@@ -49,11 +50,10 @@ def mlx_metal(version: str, cache: Path) -> Path:
 
 
 def sources() -> list[Path]:
-    """Host sources of a macOS build: what CMakeLists.txt lists, with the Metal backend."""
-    text = (ROOT / "CMakeLists.txt").read_text()
-    listed = re.search(r"set\(VQKV_SOURCES\n(.*?)\)", text, re.S)
-    assert listed, "CMakeLists.txt has no VQKV_SOURCES"
-    return [ROOT / name for name in listed[1].split()] + [ROOT / "csrc/backend/metal.cpp"]
+    """Host sources of a macOS build: those of CMakeLists.txt, with the Metal backend."""
+    families = [p for p in (ROOT / "csrc").glob("**/*.cpp") if p.parent.name not in _NOT_FAMILIES]
+    extra = ["backend/metal.cpp", "backend/sim.cpp", "cpu/dispatch.cpp", "cpu/variant_baseline.cpp"]
+    return sorted(families) + [ROOT / "csrc" / name for name in extra]
 
 
 def compile_all(mlx: Path, build: Path) -> list[Path]:

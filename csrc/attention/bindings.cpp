@@ -1,0 +1,47 @@
+#include "bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "attention/op.h"
+
+namespace vqkv {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+void bind_attention(nb::module_& m) {
+  nb::class_<Coded>(m, "Coded")
+      .def(
+          "__init__",
+          [](Coded* self, const mx::array& codes, const mx::array& table, int stride,
+             std::optional<mx::array> scales, std::optional<mx::array> centres,
+             std::optional<mx::array> centre_scales) {
+            new (self) Coded{codes, table, stride, scales, centres, centre_scales};
+          },
+          "codes"_a, "table"_a, "stride"_a, "scales"_a = nb::none(), "centres"_a = nb::none(),
+          "centre_scales"_a = nb::none(),
+          nb::sig("def __init__(self, codes: mlx.core.array, table: mlx.core.array, stride: int, "
+                  "scales: mlx.core.array | None = None, centres: mlx.core.array | None = None, "
+                  "centre_scales: mlx.core.array | None = None) -> None"));
+  m.def(
+      "attention",
+      [](const mx::array& q, const mx::array& q_code, const mx::array& layout,
+         const mx::array& k_tail, const mx::array& v_tail, const Coded& keys, const Coded& values,
+         int sink_tokens, int window, int block, float scale, bool causal, bool separate,
+         mx::StreamOrDevice s) {
+        return attention(q, q_code, layout, k_tail, v_tail, keys, values,
+                         {sink_tokens, window, block}, scale, causal, separate, s);
+      },
+      "q"_a, "q_code"_a, "layout"_a, "k_tail"_a, "v_tail"_a, "keys"_a, "values"_a, nb::kw_only(),
+      "sink_tokens"_a, "window"_a, "block"_a, "scale"_a, "causal"_a = false, "separate"_a = false,
+      "stream"_a = nb::none(),
+      nb::sig("def attention(q: mlx.core.array, q_code: mlx.core.array, layout: mlx.core.array, "
+              "k_tail: mlx.core.array, v_tail: mlx.core.array, keys: Coded, values: Coded, *, "
+              "sink_tokens: int, window: int, block: int, scale: float, causal: bool = False, "
+              "separate: bool = False, stream: mlx.core.Stream | mlx.core.Device | None = None) "
+              "-> list[mlx.core.array]"));
+}
+
+}  // namespace vqkv

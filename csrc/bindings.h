@@ -1,0 +1,11 @@
+// Each family binds its own ops.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace vqkv {
+
+void bind_attention(nanobind::module_& m);
+void bind_vq(nanobind::module_& m);
+
+}  // namespace vqkv

@@ -1,0 +1,108 @@
+"""Attention over codes."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+
+from .. import _ext, reference
+from ..packed import PackedKV
+from .native import native
+
+_log = logging.getLogger("vqkv_ext")
+
+
+def _coded(packed: PackedKV) -> _ext.Coded:
+    b = packed.body
+    return _ext.Coded(b.codes, b.code.table, b.code.stride, b.scales, b.centres, b.centre_scales)
+
+
+def _decoded(packed: PackedKV) -> mx.array:
+    b = packed.body
+    x = reference.decode(
+        b.codes,
+        b.code.table,
+        b.code.stride,
+        packed.layout.block,
+        b.scales,
+        b.centres,
+        b.centre_scales,
+    )
+    return x[..., : packed.tail.shape[-1]]
+
+
+def attention(
+    q: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    *,
+    scale: float,
+    mask: str | mx.array | None = None,
+    sinks: mx.array | None = None,
+    use_metal_kernels: bool | None = None,
+) -> mx.array:
+    """Scaled dot-product attention that reads codes directly and never rebuilds K or V.
+
+    A query that sees N tokens reads codes for the body's first
+    ``block * max(0, floor((N - sink_tokens - window) / block))`` tokens after the sinks, and the
+    tail for the rest, whatever chunk of the prompt it arrives in.
+
+    Args:
+        q: ``[B, Hq, L, D]``; float32, float16 or bfloat16.
+        keys, values: Of ``Hkv`` heads, ``Hq`` a multiple of it; they share one layout, whose
+            lengths include the L query tokens. Widths may differ, up to 576.
+        scale: Softmax scale.
+        mask: None (every query sees all tokens), ``"causal"`` (aligned at the lower right), or an
+            array broadcastable to ``[B, Hq, L, N]``, boolean (True = visible) or additive, whose
+            columns are logical positions. An array mask excludes nothing beyond what it says.
+        sinks: ``[Hq]``, a logit per head that takes part in the softmax without a value.
+        use_metal_kernels: See :func:`native`. Array masks and sinks run in plain mlx for now.
+
+    Returns:
+        ``[B, Hq, L, Dv]`` in the dtype of ``q``. A query that sees nothing gives zeros.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit together.
+    """
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
+    if keys.layout is not values.layout:
+        raise ValueError("[attention] keys and values must share one Layout, but got two.")
+    array_mask = mask if isinstance(mask, mx.array) else None
+    layout = keys.layout
+    causal = isinstance(mask, str)
+    key_basis, value_basis = keys.body.transform, values.body.transform
+    q_code = key_basis.query(q) if key_basis is not None else q
+    separate = value_basis is not None
+    common = {
+        "scale": scale,
+        "sink_tokens": layout.sink_tokens,
+        "window": layout.window,
+        "block": layout.block,
+        "causal": causal,
+        "separate": separate,
+    }
+    plain = array_mask is not None or sinks is not None
+    if native(use_metal_kernels, "attention") and not plain:
+        _log.debug("attention: native kernel")
+        parts = _ext.attention(
+            q, q_code, layout.rows, keys.tail, values.tail, _coded(keys), _coded(values), **common
+        )
+    else:
+        _log.debug("attention: plain mlx")
+        parts = reference.attention(
+            q,
+            q_code,
+            layout.rows,
+            keys.tail,
+            values.tail,
+            _decoded(keys),
+            _decoded(values),
+            mask=array_mask,
+            sinks=sinks,
+            **common,
+        )
+    if value_basis is None:
+        return parts[0]
+    return (value_basis.inverse(parts[0]) + parts[1]).astype(q.dtype)

@@ -1,0 +1,24 @@
+"""Every op in plain mlx: the fallback, the gradient and vmap of ops without rules of their own,
+and the oracle of the tests. Nothing here is fast or small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .attention import attention, attention_primitive, decode, visible_tokens
+from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
+
+__all__ = [
+    "PRIMITIVES",
+    "attention",
+    "decode",
+    "dequantize_vq",
+    "fake_quantize_vq",
+    "quantize_vq",
+    "visible_tokens",
+]
+
+PRIMITIVES: dict[str, Callable[..., list[mx.array]]] = {"attention": attention_primitive}
+"""What the native module calls for gradients and vmap."""
