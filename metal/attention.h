@@ -102,14 +102,16 @@ kernel void attention_tile(
     device const T* v_tail [[buffer(4)]], device const uchar* k_codes [[buffer(5)]],
     device const float* k_table [[buffer(6)]], device const uchar* k_scales [[buffer(7)]],
     device const uchar* k_centres [[buffer(8)]], device const uchar* k_centre_scales [[buffer(9)]],
-    device const uchar* v_codes [[buffer(10)]], device const float* v_table [[buffer(11)]],
-    device const uchar* v_scales [[buffer(12)]], device const uchar* v_centres [[buffer(13)]],
-    device const uchar* v_centre_scales [[buffer(14)]],
-    device T* out [[buffer(15)]],       // one split: the result
-    device float* part [[buffer(16)]],  // [rows, splits, Dv]: all, or with p.separate from codes
-    device float* part_tail [[buffer(17)]],  // [rows, splits, Dv] with p.separate: from the tail
-    device float* part_ml [[buffer(18)]],    // [rows, splits, 2]: maximum and sum of weights
-    constant AttentionParams& p [[buffer(19)]], uint3 tgid [[threadgroup_position_in_grid]],
+    device const uchar* pair_codes [[buffer(10)]], device const float* pair_table [[buffer(11)]],
+    device const uchar* pair_scales [[buffer(12)]], device const uchar* v_codes [[buffer(13)]],
+    device const float* v_table [[buffer(14)]], device const uchar* v_scales [[buffer(15)]],
+    device const uchar* v_centres [[buffer(16)]],
+    device const uchar* v_centre_scales [[buffer(17)]],
+    device T* out [[buffer(18)]],       // one split: the result
+    device float* part [[buffer(19)]],  // [rows, splits, Dv]: all, or with p.separate from codes
+    device float* part_tail [[buffer(20)]],  // [rows, splits, Dv] with p.separate: from the tail
+    device float* part_ml [[buffer(21)]],    // [rows, splits, 2]: maximum and sum of weights
+    constant AttentionParams& p [[buffer(22)]], uint3 tgid [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int STRIDE = DMAX + 1;  // spreads the rows of a tile over the memory banks
@@ -155,8 +157,11 @@ kernel void attention_tile(
   const int ends[2] = {metal::min(slot1, body_end), metal::min(slot1 - p.body, tail_end)};
 
   const long blocks = (p.body + p.block - 1) / p.block;
+  const int own = p.key.entries * p.key.dims, channels = own + p.pair.entries * p.pair.dims;
   const CodedTokens kc = coded_tokens(p.key, k_codes, k_table, k_scales, k_centres, k_centre_scales,
-                                      bh, h, p.body, blocks, p.key_dim);
+                                      bh, h, p.body, blocks, own);
+  const CodedTokens pc = coded_tokens(p.pair, pair_codes, pair_table, pair_scales, pair_scales,
+                                      pair_scales, bh, h, p.body, 0, 0);
   const CodedTokens vc = coded_tokens(p.value, v_codes, v_table, v_scales, v_centres,
                                       v_centre_scales, bh, h, p.body, blocks, p.value_dim);
   device const T* kt = k_tail + bh * p.tail * p.key_dim;
@@ -170,16 +175,17 @@ kernel void attention_tile(
 
   for (int part_index = 0; part_index < 2; part_index++) {
     const bool body = part_index == 0;
+    const int key_width = body ? channels : p.key_dim;
     const int end = ends[part_index];
     if (begins[part_index] < end) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int i = int(tid); i < R * p.key_dim; i += ATTENTION_THREADS) {
-        const int r = i / p.key_dim, d = i % p.key_dim;
+      for (int i = int(tid); i < R * key_width; i += ATTENTION_THREADS) {
+        const int r = i / key_width, d = i % key_width;
         float v = 0.0f;
         if (row0 + r < rows) {
           const long head = h * group + (row0 + r) / p.queries;
           const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries);
-          v = body ? q_code[at * p.key_dim + d] : float(q[at * p.key_dim + d]);
+          v = body ? q_code[at * key_width + d] : float(q[at * key_width + d]);
         }
         qs[r * DMAX + d] = v * p.scale;
       }
@@ -188,6 +194,7 @@ kernel void attention_tile(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (body) {
         decode_tile<KT, STRIDE>(tile, p.key, kc, p.block, first, end, tid);
+        decode_tile<KT, STRIDE>(tile + own, p.pair, pc, p.block, first, end, tid);
       } else {
         load_tile<T, KT, STRIDE>(tile, kt, p.key_dim, first, end, tid);
       }
@@ -204,7 +211,7 @@ kernel void attention_tile(
         float s = ATTENTION_NEVER;
         if (visible) {
           s = 0.0f;
-          for (int d = 0; d < p.key_dim; d++) {
+          for (int d = 0; d < key_width; d++) {
             s = metal::fma(qs[r * DMAX + d], tile[k * STRIDE + d], s);
           }
         }

@@ -22,7 +22,7 @@ struct CodeParams {
   int window;
   int stride;
   int dims;
-  int entries;  // entries per token: width / dims
+  int entries;  // per token; the code basis has entries * dims channels
   int rows;     // 2^window
   int per_head;
   int per_group;
@@ -32,6 +32,7 @@ struct CodeParams {
 
 struct AttentionParams {
   CodeParams key;
+  CodeParams pair;  // a second key code; its channels follow those of the first; entries 0: none
   CodeParams value;
   int batch;
   int heads;  // query heads

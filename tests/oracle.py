@@ -155,7 +155,9 @@ def decode64(body: CodedBody, width: int, block: int) -> np.ndarray:
     return x
 
 
-def visible_vectors(case: Case, b: int, seen: int) -> tuple[np.ndarray, np.ndarray]:
+def visible_vectors(
+    case: Case, b: int, seen: int, body_keys: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [Hkv, n, D] that a query of row b seeing `seen` tokens attends to, in order
     of position, straight from the definition of the layout."""
     layout = case.keys.layout
@@ -166,7 +168,10 @@ def visible_vectors(case: Case, b: int, seen: int) -> tuple[np.ndarray, np.ndarr
     out = []
     for packed in (case.keys, case.values):
         width = packed.tail.shape[-1]
-        body = decode64(packed.body, width, block)[b]
+        if packed is case.keys and body_keys is not None:
+            body = body_keys[b]
+        else:
+            body = decode64(packed.body, width, block)[b]
         tail = f64(packed.tail)[b]
         rows = []
         for position in range(seen):
@@ -180,8 +185,11 @@ def visible_vectors(case: Case, b: int, seen: int) -> tuple[np.ndarray, np.ndarr
     return out[0], out[1]
 
 
-def attention64(case: Case, scale: float, causal: bool) -> np.ndarray:
-    """Dense softmax attention in float64 over the decoded tokens, [B, Hq, L, Dv]."""
+def attention64(
+    case: Case, scale: float, causal: bool, body_keys: np.ndarray | None = None
+) -> np.ndarray:
+    """Dense softmax attention in float64 over the decoded tokens, [B, Hq, L, Dv]; `body_keys`
+    [B, Hkv, S, D] stand for the decoded keys."""
     q = f64(case.q)
     batch, heads, queries, _ = q.shape
     kv_heads = case.keys.tail.shape[1]
@@ -191,7 +199,7 @@ def attention64(case: Case, scale: float, causal: bool) -> np.ndarray:
             seen = case.lengths[b] - queries + i + 1 if causal else case.lengths[b]
             if seen <= 0:
                 continue
-            k, v = visible_vectors(case, b, seen)
+            k, v = visible_vectors(case, b, seen, body_keys)
             for h in range(heads):
                 kh = h // (heads // kv_heads)
                 logits = scale * k[kh] @ q[b, h, i]

@@ -6,7 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from oracle import DTYPES, EPS, attention64, dense_error, f64, random_case
+from oracle import (
+    DTYPES,
+    EPS,
+    attention64,
+    decode64,
+    dense_error,
+    f64,
+    random_case,
+    random_side,
+)
 from vqkv_ext import ops, reference
 from vqkv_ext.packed import PackedKV, coded_tokens
 
@@ -172,6 +181,58 @@ def test_transforms_of_keys_and_values(rng):
     assert np.abs(f64(got) - f64(plain)).max() < 2e-6
 
 
+class _Channels(_Rotation):
+    """A key transform into more or fewer channels than the vectors have."""
+
+    def __init__(self, rng, width, channels):
+        self.m = mx.array(rng.standard_normal((width, channels)).astype(np.float32))
+        self.m = self.m * channels**-0.5
+
+    def query(self, q):
+        return q.astype(mx.float32) @ self.m
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("channels", [16, 64, 128, 320])
+@pytest.mark.parametrize("paired", [False, True])
+def test_key_codes_with_channels_of_their_own(rng, channels, paired):
+    """Sketches: codes of other widths than the keys, alone or beside a code of the keys' width."""
+    case = random_case(rng, coded=192, recent=70, queries=2, grace=64, heads=6, kv_heads=2)
+    second = random_side(rng, 1, 2, 192, channels, dims=8, scaled=True)
+    basis = _Channels(rng, 64, 64 + channels if paired else channels)
+    first = case.keys.body
+    if paired:
+        body = type(first)(first.codes, first.code, transform=basis, pair=second)
+        keys64 = [decode64(first, 64, 64), decode64(second, channels, 64)]
+    else:
+        body = type(first)(second.codes, second.code, second.scales, transform=basis)
+        keys64 = [decode64(second, channels, 64)]
+    args = (case.q, PackedKV(body, case.keys.tail, case.keys.layout), case.values)
+    got = ops.attention(*args, scale=0.2, mask="causal")
+    plain = ops.attention(*args, scale=0.2, mask="causal", use_metal_kernels=False)
+    # what the codes estimate, as keys in the vectors' own basis: q . (m k) for all q
+    keys = np.concatenate(keys64, -1) @ f64(basis.m).T
+    want = attention64(case, 0.2, True, body_keys=keys)
+    plain_error = np.abs(f64(plain) - want).max()
+    assert plain_error < 1e-5
+    top = np.abs(np.nan_to_num(f64(case.values.tail))).max()
+    assert np.abs(f64(got) - want).max() <= 2 * plain_error + 4 * EPS["float32"] * top
+
+
+def test_errors_of_pairs(rng):
+    case = random_case(rng)
+    body = case.keys.body
+    second = random_side(rng, 1, 2, 128, 64, dims=8, centred=True)
+    both = type(body)(body.codes, body.code, transform=_Channels(rng, 64, 128), pair=second)
+    keys = PackedKV(both, case.keys.tail, case.keys.layout)
+    with pytest.raises(ValueError, match=r"\[attention\] the second key code must have neither"):
+        ops.attention(case.q, keys, case.values, scale=0.1)
+    wide = type(body)(body.codes, body.code, transform=_Channels(rng, 64, 1024))
+    keys = PackedKV(wide, case.keys.tail, case.keys.layout)
+    with pytest.raises(ValueError, match="key codes must have 1 to 576 channels, but got 1024"):
+        ops.attention(case.q, keys, case.values, scale=0.1)
+
+
 def test_array_masks_and_sinks_in_plain_mlx(rng):
     """A boolean causal mask equals "causal"; a sink logit of -inf changes nothing."""
     case = random_case(rng, batch=2, queries=3, coded=64, recent=70)
@@ -282,8 +343,6 @@ def test_flag(rng, simulated):
 
 
 def test_reference_decode_is_the_oracle(rng):
-    from oracle import decode64
-
     for spec in CODES.values():
         case = random_case(rng, key=spec)
         b = case.keys.body

@@ -17,14 +17,21 @@ void bind_attention(nb::module_& m) {
           "__init__",
           [](Coded* self, const mx::array& codes, const mx::array& table, int stride,
              std::optional<mx::array> scales, std::optional<mx::array> centres,
-             std::optional<mx::array> centre_scales) {
-            new (self) Coded{codes, table, stride, scales, centres, centre_scales};
+             std::optional<mx::array> centre_scales, const Coded* pair) {
+            new (self) Coded{codes,
+                             table,
+                             stride,
+                             scales,
+                             centres,
+                             centre_scales,
+                             pair ? std::make_shared<Coded>(*pair) : nullptr};
           },
           "codes"_a, "table"_a, "stride"_a, "scales"_a = nb::none(), "centres"_a = nb::none(),
-          "centre_scales"_a = nb::none(),
-          nb::sig("def __init__(self, codes: mlx.core.array, table: mlx.core.array, stride: int, "
-                  "scales: mlx.core.array | None = None, centres: mlx.core.array | None = None, "
-                  "centre_scales: mlx.core.array | None = None) -> None"));
+          "centre_scales"_a = nb::none(), "pair"_a = nb::none(),
+          nb::sig(
+              "def __init__(self, codes: mlx.core.array, table: mlx.core.array, stride: int, "
+              "scales: mlx.core.array | None = None, centres: mlx.core.array | None = None, "
+              "centre_scales: mlx.core.array | None = None, pair: Coded | None = None) -> None"));
   m.def(
       "attention",
       [](const mx::array& q, const mx::array& q_code, const mx::array& layout,

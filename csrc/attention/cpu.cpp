@@ -19,7 +19,7 @@ constexpr int64_t kSplitTokens = 512;  // fewer would not repay a split's tables
 struct Call {
   AttentionParams p;
   const char* in[kAttentionInputs];
-  int64_t code_bytes[2];
+  int64_t code_bytes[kAttentionInputs];
   mx::Dtype dtype;
   char* out[2];
 };
@@ -50,26 +50,37 @@ Real real_type(mx::Dtype t) {
   return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
 }
 
-/** Keys or values of one kv head. `codes` is the first of the side's inputs. */
-Tokens tokens_of(const Call& c, int64_t batch, int64_t head, int tail, int codes) {
-  const auto& p = c.p;
-  const bool keys = tail == kKeyTail;
-  const auto& code = keys ? p.key : p.value;
-  const int64_t row = batch * p.kv_heads + head, blocks = (p.body + p.block - 1) / p.block;
+int channels(const CodeParams& c) {
+  return c.entries * c.dims;
+}
+
+/** Tail keys or values of one kv head. */
+Tokens tail_of(const Call& c, int64_t row, int tail) {
   Tokens t{};
-  t.width = keys ? p.key_dim : p.value_dim;
+  t.width = tail == kKeyTail ? c.p.key_dim : c.p.value_dim;
   t.type = real_type(c.dtype);
-  t.tail = c.in[tail] + row * p.tail * t.width * c.dtype.size();
+  t.tail = c.in[tail] + row * c.p.tail * t.width * c.dtype.size();
+  return t;
+}
+
+/** Coded keys or values of one kv head. `codes` is the first of the code's inputs. */
+Tokens body_of(const Call& c, int64_t row, const CodeParams& code, int codes) {
+  const auto& p = c.p;
+  const int64_t head = row % p.kv_heads, blocks = (p.body + p.block - 1) / p.block;
+  Tokens t{};
+  t.width = channels(code);
   t.code = &code;
   t.codes = reinterpret_cast<const uint8_t*>(c.in[codes]) + row * p.body * code.bytes;
-  t.codes_end = reinterpret_cast<const uint8_t*>(c.in[codes]) + c.code_bytes[keys ? 0 : 1];
+  t.codes_end = reinterpret_cast<const uint8_t*>(c.in[codes]) + c.code_bytes[codes];
   t.table = reinterpret_cast<const float*>(c.in[codes + 1]);
   if (code.per_head) {
     t.table += head * (code.per_group ? code.entries : 1) * code.rows * code.dims;
   }
   t.scales = reinterpret_cast<const uint16_t*>(c.in[codes + 2]) + row * p.body;
-  t.centres = reinterpret_cast<const int8_t*>(c.in[codes + 3]) + row * blocks * t.width;
-  t.centre_scales = reinterpret_cast<const uint16_t*>(c.in[codes + 4]) + row * blocks;
+  if (code.centred) {
+    t.centres = reinterpret_cast<const int8_t*>(c.in[codes + 3]) + row * blocks * t.width;
+    t.centre_scales = reinterpret_cast<const uint16_t*>(c.in[codes + 4]) + row * blocks;
+  }
   t.block = p.block;
   return t;
 }
@@ -109,8 +120,8 @@ class Job {
     tile_rows = static_cast<int>(std::min<int64_t>(total, lanes < kMaxLanes ? lanes : kMaxRows));
     tiles = (total + tile_rows - 1) / tile_rows;
     partial_floats = Partial::floats(tile_rows, p.value_dim);
-    const int dims = std::max(p.key.dims, p.value.dims);
-    query_floats = int64_t(kMaxRows) * p.key_dim;
+    const int dims = std::max({p.key.dims, p.pair.dims, p.value.dims});
+    query_floats = int64_t(kMaxRows) * std::max(p.key_dim, channels(p.key) + channels(p.pair));
     scratch_floats = attention_scratch(dims);
   }
 
@@ -180,14 +191,14 @@ class Job {
     return (t.batch * p.heads + head) * p.queries + query;
   }
 
-  /** to[group of lanes][channel][lane] = q * scale */
+  /** to[group of lanes][channel][lane] = q * scale, for `width` channels of rows `stride` apart. */
   template <typename T>
-  void pack_queries(const Tile& t, const char* q, float* to) const {
-    std::fill_n(to, (t.rows + lanes - 1) / lanes * lanes * p.key_dim, 0.0f);
+  void pack_queries(const Tile& t, const T* q, int64_t stride, int width, float* to) const {
+    std::fill_n(to, int64_t(t.rows + lanes - 1) / lanes * lanes * width, 0.0f);
     for (int r = 0; r < t.rows; ++r) {
-      const T* from = reinterpret_cast<const T*>(q) + row_index(t, r) * p.key_dim;
-      float* lane = to + int64_t(r / lanes) * lanes * p.key_dim + r % lanes;
-      for (int d = 0; d < p.key_dim; ++d) {
+      const T* from = q + row_index(t, r) * stride;
+      float* lane = to + int64_t(r / lanes) * lanes * width + r % lanes;
+      for (int d = 0; d < width; ++d) {
         lane[int64_t(d) * lanes] = static_cast<float>(from[d]) * p.scale;
       }
     }
@@ -197,8 +208,7 @@ class Job {
     to.clear(t.rows, p.value_dim);
     int begin[kMaxRows], end[kMaxRows];
     AttentionTile a{};
-    a.keys = tokens_of(c, t.batch, t.head, kKeyTail, kKeyCodes);
-    a.values = tokens_of(c, t.batch, t.head, kValueTail, kValueCodes);
+    const int64_t head = t.batch * p.kv_heads + t.head;
     a.rows = t.rows;
     a.lanes = lanes;
     a.queries = memory;
@@ -217,7 +227,15 @@ class Job {
     };
     if (part < splits) {
       a.coded = true;
-      pack_queries<float>(t, c.in[kQueryCode], memory);
+      a.keys = body_of(c, head, p.key, kKeyCodes);
+      a.pair = body_of(c, head, p.pair, kPairCodes);
+      a.values = body_of(c, head, p.value, kValueCodes);
+      const int own = channels(p.key), both = own + channels(p.pair);
+      auto* q = reinterpret_cast<const float*>(c.in[kQueryCode]);
+      float* pair_queries = memory + int64_t(kMaxRows) * own;
+      pack_queries(t, q, both, own, memory);
+      pack_queries(t, q + own, both, both - own, pair_queries);
+      a.pair_queries = pair_queries;
       for (int r = 0; r < t.rows; ++r) {
         begin[r] = 0;
         end[r] = t.sees[r].body;
@@ -227,12 +245,15 @@ class Job {
       run(part * size, std::min<int64_t>((part + 1) * size, t.body_end));
       return;
     }
+    a.keys = tail_of(c, head, kKeyTail);
+    a.values = tail_of(c, head, kValueTail);
+    auto pack = [&](auto* q) { pack_queries(t, q, p.key_dim, p.key_dim, memory); };
     if (c.dtype == mx::float32) {
-      pack_queries<float>(t, c.in[kQuery], memory);
+      pack(reinterpret_cast<const float*>(c.in[kQuery]));
     } else if (c.dtype == mx::float16) {
-      pack_queries<mx::float16_t>(t, c.in[kQuery], memory);
+      pack(reinterpret_cast<const mx::float16_t*>(c.in[kQuery]));
     } else {
-      pack_queries<mx::bfloat16_t>(t, c.in[kQuery], memory);
+      pack(reinterpret_cast<const mx::bfloat16_t*>(c.in[kQuery]));
     }
     int sinks = 0, first = p.tail, last = 0;
     for (int r = 0; r < t.rows; ++r) {
@@ -311,13 +332,10 @@ class Job {
 
 void attention_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out,
                    const AttentionParams& p, const mx::Stream& s) {
-  Call c{p,
-         {},
-         {int64_t(in[kKeyCodes].nbytes()), int64_t(in[kValueCodes].nbytes())},
-         in[kQuery].dtype(),
-         {}};
+  Call c{p, {}, {}, in[kQuery].dtype(), {}};
   for (int i = 0; i < kAttentionInputs; ++i) {
     c.in[i] = in[i].data<char>();
+    c.code_bytes[i] = in[i].nbytes();
   }
   for (size_t i = 0; i < out.size(); ++i) {
     c.out[i] = out[i].data<char>();

@@ -80,19 +80,20 @@ struct Attend {
 
   // ---- scores and softmax ----
 
-  void key_products(Kind kind, int64_t first, int n, float* to) {
+  void key_products(const Tokens& keys, const float* queries, Kind kind, int64_t first, int n,
+                    float* to) {
     for (int g = 0; g < groups; ++g) {
       fill_floats(to + g * Scratch::kGroupFloats, int64_t(n) * R, 0.0f);
     }
-    const int width = a.keys.width, step = chunk_dims(a.keys, kind);
+    const int width = keys.width, step = chunk_dims(keys, kind);
     for (int d = 0; d < width; d += step) {
       const int dims = width - d < step ? width - d : step;
       const int64_t stride = (dims + kWidth - 1) / kWidth * kWidth;
       for (int t = 0; t < n; t += kSubTile) {
         const int m = n - t < kSubTile ? n - t : kSubTile;
-        read_tokens(a.keys, kind, first + t, m, d, dims, s.index, s.tokens, stride);
+        read_tokens(keys, kind, first + t, m, d, dims, s.index, s.tokens, stride);
         for (int g = 0; g < groups; ++g) {
-          add_scores<R>(s.tokens, stride, dims, a.queries + (int64_t(g) * width + d) * R, m,
+          add_scores<R>(s.tokens, stride, dims, queries + (int64_t(g) * width + d) * R, m,
                         to + g * Scratch::kGroupFloats + int64_t(t) * R);
         }
       }
@@ -124,7 +125,7 @@ struct Attend {
         return;
       }
     }
-    key_products(kind(), first, n, s.scores);
+    key_products(a.keys, a.queries, kind(), first, n, s.scores);
   }
 
   void score(int64_t first, int n) {
@@ -132,7 +133,8 @@ struct Attend {
     const Tokens& k = a.keys;
     const int64_t block = centred(k) ? first / k.block : 0;
     if (centred(k)) {
-      key_products(Kind::centres, block, int((first + n - 1) / k.block - block + 1), s.centres);
+      key_products(k, a.queries, Kind::centres, block, int((first + n - 1) / k.block - block + 1),
+                   s.centres);
     }
     for (int g = 0; g < groups; ++g) {
       float* to = scores(g);
@@ -142,7 +144,25 @@ struct Attend {
       for (int t = 0; centred(k) && t < n; ++t) {
         add_row<R>(to + int64_t(t) * R, centres(g) + ((first + t) / k.block - block) * R);
       }
+    }
+    if (a.coded && a.pair.width > 0) {
+      add_pair(first, n);
+    }
+    for (int g = 0; g < groups; ++g) {
       mask(g, first, n);
+    }
+  }
+
+  void add_pair(int64_t first, int n) {
+    key_products(a.pair, a.pair_queries, Kind::coded, first, n, s.centres);
+    for (int g = 0; g < groups; ++g) {
+      for (int t = 0; t < n; ++t) {
+        float* products = centres(g) + int64_t(t) * R;
+        if (scaled(a.pair)) {
+          scale_row<R>(products, bf16_to_float(a.pair.scales[first + t]));
+        }
+        add_row<R>(scores(g) + int64_t(t) * R, products);
+      }
     }
   }
 

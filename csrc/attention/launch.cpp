@@ -29,7 +29,7 @@ mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& te
 std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
                                      const std::vector<mx::array>& out, AttentionParams p,
                                      std::vector<mx::array>& temporaries) {
-  const int width = std::max(p.key_dim, p.value_dim);
+  const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
   const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),
                                      [&](const Variant& v) { return width <= v.width; });
   const auto dtype = in[kQuery].dtype();

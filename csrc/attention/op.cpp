@@ -9,9 +9,11 @@ namespace vqkv {
 namespace {
 
 constexpr const char* kOp = "attention";
+constexpr int kMaxChannels = 576;  // what the widest kernel holds
 
-// Checks one side (keys or values) against the tail that goes with it.
-void check_coded(const char* side, const Coded& c, const mx::array& tail, const Span& span) {
+// Checks one side (keys or values) of `width` channels against the tail that goes with it.
+void check_coded(const char* side, const Coded& c, int width, const mx::array& tail,
+                 const Span& span) {
   const auto& cs = c.codes.shape();
   require(c.codes.dtype() == mx::uint8 && c.codes.ndim() == 4, kOp, side,
           " codes must be uint8 of shape [B, Hkv, S, bytes], but got ", c.codes.dtype(), " ", cs,
@@ -23,7 +25,6 @@ void check_coded(const char* side, const Coded& c, const mx::array& tail, const 
   require(is_float(c.table.dtype()) && c.table.ndim() == 4, kOp, side,
           " table must be floating of shape [1 or Hkv, 1 or entries, 2^window, dims], but got ",
           c.table.dtype(), " ", ts, ".");
-  const int width = tail.shape(3);
   const int rows = ts[2], dims = ts[3];
   require(dims >= 1 && width % dims == 0, kOp, side,
           " table must have rows of a length that divides ", width, ", but got ", dims, ".");
@@ -80,9 +81,10 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
                                  mx::StreamOrDevice s_) {
   require(is_float(q.dtype()) && q.ndim() == 4, kOp,
           "q must be floating of shape [B, Hq, L, D], but got ", q.dtype(), " ", q.shape(), ".");
-  require(q_code.shape() == q.shape() && is_float(q_code.dtype()), kOp,
-          "q in the code basis must be floating of shape ", q.shape(), ", but got ", q_code.dtype(),
-          " ", q_code.shape(), ".");
+  require(q_code.ndim() == 4 && is_float(q_code.dtype()) && q_code.shape(0) == q.shape(0) &&
+              q_code.shape(1) == q.shape(1) && q_code.shape(2) == q.shape(2),
+          kOp, "q in the code basis must be floating of shape [B, Hq, L, channels] like q, ",
+          q.shape(), ", but got ", q_code.dtype(), " ", q_code.shape(), ".");
   for (const auto* t : {&k_tail, &v_tail}) {
     const char* side = t == &k_tail ? "key" : "value";
     require(t->ndim() == 4 && t->dtype() == q.dtype(), kOp, side,
@@ -108,8 +110,21 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
   require(span.sink_tokens >= 0 && span.window >= 0 && span.block >= 1, kOp,
           "sink_tokens and window must be >= 0 and block >= 1, but got ", span.sink_tokens, ", ",
           span.window, " and ", span.block, ".");
-  check_coded("key", keys, k_tail, span);
-  check_coded("value", values, v_tail, span);
+  // a code of its own may have any number of channels; the first of a pair has those of the keys
+  const int channels = q_code.shape(3), own = keys.pair ? q.shape(3) : channels;
+  require(channels >= 1 && channels <= kMaxChannels, kOp, "key codes must have 1 to ", kMaxChannels,
+          " channels, but got ", channels, ".");
+  check_coded("key", keys, own, k_tail, span);
+  if (keys.pair) {
+    require(!keys.pair->centres && !keys.pair->pair, kOp,
+            "the second key code must have neither centres nor a pair of its own.");
+    check_coded("second key", *keys.pair, channels - own, k_tail, span);
+    require(keys.pair->codes.shape(2) == keys.codes.shape(2), kOp,
+            "both key codes must have room for equal numbers of tokens, but got ",
+            keys.codes.shape(2), " and ", keys.pair->codes.shape(2), ".");
+  }
+  require(!values.pair, kOp, "value codes must not have a pair.");
+  check_coded("value", values, v_tail.shape(3), v_tail, span);
   require(keys.codes.shape(2) == values.codes.shape(2), kOp,
           "keys and values must have room for equal numbers of coded tokens, but got ",
           keys.codes.shape(2), " and ", values.codes.shape(2), ".");
@@ -120,9 +135,11 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
                      span.window,
                      span.block,
                      keys.stride,
+                     keys.pair ? keys.pair->stride : 0,
                      values.stride,
                      keys.scales.has_value(),
                      keys.centres.has_value(),
+                     keys.pair && keys.pair->scales.has_value(),
                      values.scales.has_value(),
                      values.centres.has_value(),
                      causal,
@@ -132,6 +149,11 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
                             mx::contiguous(layout, false, s), mx::contiguous(k_tail, false, s),
                             mx::contiguous(v_tail, false, s)};
   push_coded(in, keys, s);
+  const auto& pair = keys.pair ? *keys.pair : keys;
+  auto pair_codes = mx::contiguous(pair.codes, false, s);
+  in.push_back(pair_codes);
+  in.push_back(mx::contiguous(mx::astype(pair.table, mx::float32, s), false, s));
+  in.push_back(pair.scales ? mx::contiguous(*pair.scales, false, s) : pair_codes);
   push_coded(in, values, s);
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(s, spec);

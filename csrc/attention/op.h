@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 
 #include "common.h"
@@ -15,6 +16,7 @@ struct Coded {
   std::optional<mx::array> scales;         // [B, Hkv, S] bfloat16
   std::optional<mx::array> centres;        // [B, Hkv, S / block, D] int8
   std::optional<mx::array> centre_scales;  // [B, Hkv, S / block] bfloat16
+  std::shared_ptr<Coded> pair;             // keys: a second code of the same tokens, or null
 };
 
 /** Which logical position lives where; see packed.Layout. */

@@ -40,8 +40,13 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   p.tail = v.shape(2);
   p.value_dim = v.shape(3);
   p.body = in[kKeyCodes].shape(2);
-  p.key = code_params(in[kKeyCodes], in[kKeyTable], p.key_dim, spec.key_stride, spec.key_scaled,
+  const int channels = in[kQueryCode].shape(3), own = spec.pair_stride ? p.key_dim : channels;
+  p.key = code_params(in[kKeyCodes], in[kKeyTable], own, spec.key_stride, spec.key_scaled,
                       spec.key_centred);
+  if (spec.pair_stride) {
+    p.pair = code_params(in[kPairCodes], in[kPairTable], channels - own, spec.pair_stride,
+                         spec.pair_scaled, false);
+  }
   p.value = code_params(in[kValueCodes], in[kValueTable], p.value_dim, spec.value_stride,
                         spec.value_scaled, spec.value_centred);
   p.sink_tokens = spec.sink_tokens;
@@ -100,9 +105,11 @@ Scalars Attention::scalars() const {
           {"window", c.window},
           {"block", c.block},
           {"key_stride", c.key_stride},
+          {"pair_stride", c.pair_stride},
           {"value_stride", c.value_stride},
           {"key_scaled", c.key_scaled},
           {"key_centred", c.key_centred},
+          {"pair_scaled", c.pair_scaled},
           {"value_scaled", c.value_scaled},
           {"value_centred", c.value_centred},
           {"causal", c.causal},
@@ -157,13 +164,13 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
     }
   }
   std::vector<int> outs(spec_.separate ? 2 : 1, 0);
-  if (axes[kKeyTable] >= 0 || axes[kValueTable] >= 0) {
+  if (axes[kKeyTable] >= 0 || axes[kPairTable] >= 0 || axes[kValueTable] >= 0) {
     auto mapped = mx::vmap(reference("attention", scalars()), axes, outs);
     return {mapped(in), outs};
   }
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
-    if (i == kKeyTable || i == kValueTable) {
+    if (i == kKeyTable || i == kPairTable || i == kValueTable) {
       folded.push_back(in[i]);
       continue;
     }

@@ -14,8 +14,9 @@ struct AttentionSpec {
   int window;
   int block;
   int key_stride;
+  int pair_stride;  // 0: no second key code
   int value_stride;
-  bool key_scaled, key_centred, value_scaled, value_centred;
+  bool key_scaled, key_centred, pair_scaled, value_scaled, value_centred;
   bool causal;
   bool separate;
 
@@ -25,7 +26,7 @@ struct AttentionSpec {
 /** Order of the array inputs. Arrays that a code does not use repeat its codes. */
 enum AttentionInput {
   kQuery,      // [B, Hq, L, Dk]
-  kQueryCode,  // [B, Hq, L, Dk] float32
+  kQueryCode,  // [B, Hq, L, channels of the key codes] float32
   kLayout,     // [B, 3] int32: length, coded tokens, position of the first recent tail token
   kKeyTail,    // [B, Hkv, T, Dk]
   kValueTail,  // [B, Hkv, T, Dv]
@@ -34,6 +35,9 @@ enum AttentionInput {
   kKeyScales,
   kKeyCentres,
   kKeyCentreScales,
+  kPairCodes,
+  kPairTable,
+  kPairScales,
   kValueCodes,
   kValueTable,
   kValueScales,

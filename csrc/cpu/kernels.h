@@ -46,7 +46,9 @@ struct Tokens {
 /** Up to kRowGroups * lanes query rows that share a kv head; tokens [first, last) of them. */
 struct AttentionTile {
   Tokens keys, values;
-  bool coded;  // tokens are of the body, else of the tail
+  Tokens pair;                // coded: a second key code, whose scores are added; width 0: none
+  const float* pair_queries;  // as queries, for `pair`
+  bool coded;                 // tokens are of the body, else of the tail
   int64_t first, last;
   int rows;
   int lanes;             // rows are padded to groups of 4, 8 or 16

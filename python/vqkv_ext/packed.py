@@ -17,7 +17,8 @@ class Transform(Protocol):
         ...
 
     def query(self, q: mx.array) -> mx.array:
-        """Queries ``[B, Hq, L, D]`` such that ``query(q) . forward(k) = q . k``, float32."""
+        """Queries ``[B, Hq, L, D]`` in the channels of the codes, float32: ``query(q)`` times a
+        decoded key estimates ``q . k``."""
         ...
 
     def inverse(self, y: mx.array) -> mx.array:
@@ -65,6 +66,8 @@ class CodedBody:
         centres: ``[B, H, ceil(S / block), D]`` int8, added per block and channel, or None.
         centre_scales: ``[B, H, ceil(S / block)]`` bfloat16, the unit of ``centres``.
         transform: The basis of the codes, or None for that of the vectors.
+        pair: Keys only: a second code of the same tokens, whose channels follow those of the first
+            in the code basis, or None.
     """
 
     codes: mx.array
@@ -73,11 +76,13 @@ class CodedBody:
     centres: mx.array | None = None
     centre_scales: mx.array | None = None
     transform: Transform | None = None
+    pair: CodedBody | None = None
 
     def arrays(self) -> list[mx.array]:
         """The arrays that grow with the number of tokens."""
         optional = (self.scales, self.centres, self.centre_scales)
-        return [self.codes, *(a for a in optional if a is not None)]
+        held = [self.codes, *(a for a in optional if a is not None)]
+        return held if self.pair is None else held + self.pair.arrays()
 
 
 @dataclass(frozen=True)

@@ -7,29 +7,32 @@ import logging
 import mlx.core as mx
 
 from .. import _ext, reference
-from ..packed import PackedKV
+from ..packed import CodedBody, PackedKV
 from .native import native
 
 _log = logging.getLogger("vqkv_ext")
 
 
+def _coded_body(b: CodedBody) -> _ext.Coded:
+    pair = None if b.pair is None else _coded_body(b.pair)
+    table, stride = b.code.table, b.code.stride
+    return _ext.Coded(b.codes, table, stride, b.scales, b.centres, b.centre_scales, pair)
+
+
 def _coded(packed: PackedKV) -> _ext.Coded:
-    b = packed.body
-    return _ext.Coded(b.codes, b.code.table, b.code.stride, b.scales, b.centres, b.centre_scales)
+    return _coded_body(packed.body)
 
 
-def _decoded(packed: PackedKV) -> mx.array:
-    b = packed.body
+def _decoded(b: CodedBody, block: int, width: int, channels: int) -> mx.array:
+    """Tokens of vectors of ``width`` values in the code basis, ``[B, H, S, channels]``."""
+    own = channels if b.pair is None else width
     x = reference.decode(
-        b.codes,
-        b.code.table,
-        b.code.stride,
-        packed.layout.block,
-        b.scales,
-        b.centres,
-        b.centre_scales,
-    )
-    return x[..., : packed.tail.shape[-1]]
+        b.codes, b.code.table, b.code.stride, block, b.scales, b.centres, b.centre_scales
+    )[..., :own]
+    if b.pair is None:
+        return x
+    second = _decoded(b.pair, block, channels - own, channels - own)
+    return mx.concatenate([x, second], axis=-1)
 
 
 def attention(
@@ -97,8 +100,8 @@ def attention(
             layout.rows,
             keys.tail,
             values.tail,
-            _decoded(keys),
-            _decoded(values),
+            _decoded(keys.body, layout.block, q.shape[-1], q_code.shape[-1]),
+            _decoded(values.body, layout.block, *values.tail.shape[-1:] * 2),
             mask=array_mask,
             sinks=sinks,
             **common,

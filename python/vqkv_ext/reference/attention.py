@@ -174,14 +174,21 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
             centre_scales if centred else None,
         )
 
-    keys, values = side("key", inputs[5:10]), side("value", inputs[10:15])
+    keys, values = side("key", inputs[5:10]), side("value", inputs[13:18])
+    channels = q_code.shape[-1]
+    if scalars["pair_stride"]:
+        own = q.shape[-1]
+        codes, table, scales = inputs[10:13]
+        scales = scales if scalars["pair_scaled"] else None
+        second = decode(codes, table, int(scalars["pair_stride"]), block, scales)
+        keys = mx.concatenate([keys[..., :own], second[..., : channels - own]], axis=-1)
     return attention(
         q,
         q_code,
         layout,
         k_tail,
         v_tail,
-        keys[..., : q.shape[-1]],
+        keys[..., :channels],
         values[..., : v_tail.shape[-1]],
         scale=scalars["scale"],
         sink_tokens=int(scalars["sink_tokens"]),
