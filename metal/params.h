@@ -50,3 +50,12 @@ struct AttentionParams {
   int separate;  // 1: parts from codes and tail go to outputs of their own
   float scale;   // softmax scale times log2(e)
 };
+
+// Rows of n entries of `bits` bits, `bytes` bytes packed. Rows that fill their bytes follow each
+// other without gaps, so the host passes them as one.
+struct ScalarParams {
+  long rows;
+  long n;
+  long bytes;
+  int bits;
+};

@@ -79,10 +79,25 @@ constexpr int64_t attention_scratch(int dims) {
          kLutFloats;
 }
 
+/** Part of a row of packed entries that begins at a whole byte. Indices are uint8, or uint16 for
+ * more than 8 bits. */
+struct ScalarTile {
+  const void* in;
+  void* out;
+  int64_t count;  // entries
+  int bits;
+  Real type;          // of the values of quantize_scalar and dequantize_scalar
+  const void* table;  // their float32 bounds [2^bits - 1] and centroids [2^bits] of this type
+};
+
 struct Kernels {
   const char* isa;
   void (*quantize)(const QuantizeTile&);
   void (*attention)(const AttentionTile&);
+  void (*pack_bits)(const ScalarTile&);
+  void (*unpack_bits)(const ScalarTile&);
+  void (*quantize_scalar)(const ScalarTile&);
+  void (*dequantize_scalar)(const ScalarTile&);
 };
 
 const Kernels& kernels();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cpu_kernel.h"
+#include "scalar/cpu_kernel.h"
 #include "vq/cpu_kernel.h"
 
 #define VQKV_STRING_(name) #name
@@ -9,6 +10,7 @@
 
 namespace vqkv::VQKV_VARIANT {
 
-const Kernels table{VQKV_STRING(VQKV_VARIANT), quantize, attention};
+const Kernels table{VQKV_STRING(VQKV_VARIANT), quantize,         attention, pack_bits, unpack_bits,
+                    quantize_scalar,           dequantize_scalar};
 
 }  // namespace vqkv::VQKV_VARIANT

@@ -3,6 +3,17 @@ plain mlx: see ``use_metal_kernels`` in :func:`native`."""
 
 from .attention import attention
 from .native import native
+from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
-__all__ = ["attention", "dequantize_vq", "fake_quantize_vq", "native", "quantize_vq"]
+__all__ = [
+    "attention",
+    "dequantize_scalar",
+    "dequantize_vq",
+    "fake_quantize_vq",
+    "native",
+    "pack_bits",
+    "quantize_scalar",
+    "quantize_vq",
+    "unpack_bits",
+]

@@ -8,15 +8,20 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .attention import attention, attention_primitive, decode, visible_tokens
+from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
 __all__ = [
     "PRIMITIVES",
     "attention",
     "decode",
+    "dequantize_scalar",
     "dequantize_vq",
     "fake_quantize_vq",
+    "pack_bits",
+    "quantize_scalar",
     "quantize_vq",
+    "unpack_bits",
     "visible_tokens",
 ]
 

@@ -1,0 +1,47 @@
+#include "scalar/op.h"
+#include "scalar/primitive.h"
+
+namespace vqkv {
+namespace {
+
+constexpr int64_t kThreads = 256, kPerThread = 8;  // as in metal/scalar.h
+
+std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
+                           const mx::array& output, const mx::Shape& entries, int bits) {
+  auto p = scalar_params(entries, bits);
+  Launch l;
+  l.kernel = std::move(kernel);
+  l.inputs = std::move(inputs);
+  l.outputs = {output};
+  l.set_params(p);
+  l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), kThreads), 1, 1};
+  l.threads = kThreads;
+  return {l};
+}
+
+}  // namespace
+
+std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
+  return launch("pack_bits_" + dtype_name(indices.dtype()), {indices}, packed, indices.shape(),
+                bits);
+}
+
+std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices,
+                                       int bits) {
+  return launch("unpack_bits_" + dtype_name(indices.dtype()), {packed}, indices, indices.shape(),
+                bits);
+}
+
+std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
+                                           const mx::array& packed, int bits) {
+  return launch("quantize_scalar_" + dtype_name(x.dtype()), {x, centroids}, packed, x.shape(),
+                bits);
+}
+
+std::vector<Launch> dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
+                                             const mx::array& out, int bits) {
+  return launch("dequantize_scalar_" + dtype_name(out.dtype()), {packed, centroids}, out,
+                out.shape(), bits);
+}
+
+}  // namespace vqkv

@@ -1,0 +1,218 @@
+#include "scalar/primitive.h"
+
+#include "backend/backend.h"
+#include "mlx/allocator.h"
+#include "mlx/ops.h"
+#include "scalar/op.h"
+
+namespace vqkv {
+namespace {
+
+std::vector<mx::array> zero_gradients(const std::vector<mx::array>& primals,
+                                      const std::vector<int>& argnums, mx::Stream s) {
+  std::vector<mx::array> grads;
+  for (int a : argnums) {
+    grads.push_back(mx::zeros_like(primals[a], s));
+  }
+  return grads;
+}
+
+/** Give `out` memory, then fill it: launch() for the GPU and the simulator, or native(). */
+template <typename Launches, typename Native>
+void run_cpu(mx::array& out, mx::Stream s, Launches launches, Native native) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  if (out.size() == 0) {
+    return;
+  }
+  if (backend::simulated()) {
+    backend::run_simulated(s, launches(), {});
+  } else {
+    native();
+  }
+}
+
+template <typename Launches>
+void run_gpu(mx::array& out, mx::Stream s, Launches launches) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  if (out.size() > 0) {
+    backend::run_gpu(s, launches(), {});
+  }
+}
+
+// vmap over centroids has no kernel of its own: one call per entry, stacked.
+template <typename F>
+std::pair<std::vector<mx::array>, std::vector<int>> map_both(const std::vector<mx::array>& in,
+                                                             const std::vector<int>& axes,
+                                                             mx::Stream s, F call) {
+  auto first = axes[0] >= 0 ? mx::moveaxis(in[0], axes[0], 0, s) : in[0];
+  if (axes[1] < 0) {
+    return {{call(first, in[1])}, {0}};
+  }
+  auto centroids = mx::moveaxis(in[1], axes[1], 0, s);
+  std::vector<mx::array> parts;
+  for (int i = 0; i < centroids.shape(0); ++i) {
+    parts.push_back(
+        call(axes[0] >= 0 ? mx::take(first, i, 0, s) : first, mx::take(centroids, i, 0, s)));
+  }
+  return {{mx::stack(parts, 0, s)}, {0}};
+}
+
+}  // namespace
+
+// ---- PackBits ----
+
+void PackBits::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_cpu(
+      out[0], stream(), [&] { return pack_bits_launch(in[0], out[0], bits_); },
+      [&] { pack_bits_cpu(in[0], out[0], bits_, stream()); });
+}
+
+void PackBits::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_gpu(out[0], stream(), [&] { return pack_bits_launch(in[0], out[0], bits_); });
+}
+
+std::vector<mx::Shape> PackBits::output_shapes(const std::vector<mx::array>& in) {
+  return {packed_shape("pack_bits", in[0].shape(), bits_)};
+}
+
+std::vector<mx::array> PackBits::vjp(const std::vector<mx::array>& primals,
+                                     const std::vector<mx::array>&, const std::vector<int>& argnums,
+                                     const std::vector<mx::array>&) {
+  return zero_gradients(primals, argnums, stream());
+}
+
+std::vector<mx::array> PackBits::jvp(const std::vector<mx::array>& primals,
+                                     const std::vector<mx::array>&, const std::vector<int>&) {
+  return {mx::zeros(output_shapes(primals)[0], mx::uint8, stream())};
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> PackBits::vmap(const std::vector<mx::array>& in,
+                                                                   const std::vector<int>& axes) {
+  return {{pack_bits(mx::moveaxis(in[0], axes[0], 0, stream()), bits_, stream())}, {0}};
+}
+
+// ---- UnpackBits ----
+
+void UnpackBits::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_cpu(
+      out[0], stream(), [&] { return unpack_bits_launch(in[0], out[0], bits_); },
+      [&] { unpack_bits_cpu(in[0], out[0], bits_, stream()); });
+}
+
+void UnpackBits::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_gpu(out[0], stream(), [&] { return unpack_bits_launch(in[0], out[0], bits_); });
+}
+
+std::vector<mx::Shape> UnpackBits::output_shapes(const std::vector<mx::array>& in) {
+  return {unpacked_shape("unpack_bits", in[0].shape(), bits_, n_)};
+}
+
+std::vector<mx::array> UnpackBits::vjp(const std::vector<mx::array>& primals,
+                                       const std::vector<mx::array>&,
+                                       const std::vector<int>& argnums,
+                                       const std::vector<mx::array>&) {
+  return zero_gradients(primals, argnums, stream());
+}
+
+std::vector<mx::array> UnpackBits::jvp(const std::vector<mx::array>& primals,
+                                       const std::vector<mx::array>&, const std::vector<int>&) {
+  return {mx::zeros(output_shapes(primals)[0], index_dtype(bits_), stream())};
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> UnpackBits::vmap(
+    const std::vector<mx::array>& in, const std::vector<int>& axes) {
+  return {{unpack_bits(mx::moveaxis(in[0], axes[0], 0, stream()), bits_, n_, stream())}, {0}};
+}
+
+// ---- QuantizeScalar ----
+
+void QuantizeScalar::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_cpu(
+      out[0], stream(), [&] { return quantize_scalar_launch(in[0], in[1], out[0], bits_); },
+      [&] { quantize_scalar_cpu(in[0], in[1], out[0], bits_, stream()); });
+}
+
+void QuantizeScalar::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_gpu(out[0], stream(), [&] { return quantize_scalar_launch(in[0], in[1], out[0], bits_); });
+}
+
+std::vector<mx::Shape> QuantizeScalar::output_shapes(const std::vector<mx::array>& in) {
+  return {packed_shape("quantize_scalar", in[0].shape(), bits_)};
+}
+
+// Indices are piecewise constant: every derivative is zero.
+std::vector<mx::array> QuantizeScalar::vjp(const std::vector<mx::array>& primals,
+                                           const std::vector<mx::array>&,
+                                           const std::vector<int>& argnums,
+                                           const std::vector<mx::array>&) {
+  return zero_gradients(primals, argnums, stream());
+}
+
+std::vector<mx::array> QuantizeScalar::jvp(const std::vector<mx::array>& primals,
+                                           const std::vector<mx::array>&, const std::vector<int>&) {
+  return {mx::zeros(output_shapes(primals)[0], mx::uint8, stream())};
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> QuantizeScalar::vmap(
+    const std::vector<mx::array>& in, const std::vector<int>& axes) {
+  return map_both(in, axes, stream(), [&](const mx::array& x, const mx::array& c) {
+    return quantize_scalar(x, c, bits_, stream());
+  });
+}
+
+// ---- DequantizeScalar ----
+
+void DequantizeScalar::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_cpu(
+      out[0], stream(), [&] { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); },
+      [&] { dequantize_scalar_cpu(in[0], in[1], out[0], bits_, stream()); });
+}
+
+void DequantizeScalar::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  run_gpu(out[0], stream(), [&] { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); });
+}
+
+std::vector<mx::Shape> DequantizeScalar::output_shapes(const std::vector<mx::array>& in) {
+  return {unpacked_shape("dequantize_scalar", in[0].shape(), bits_, n_)};
+}
+
+std::vector<mx::array> DequantizeScalar::vjp(const std::vector<mx::array>& primals,
+                                             const std::vector<mx::array>& cotangents,
+                                             const std::vector<int>& argnums,
+                                             const std::vector<mx::array>&) {
+  auto s = stream();
+  std::vector<mx::array> grads;
+  for (int a : argnums) {
+    if (a == 0) {
+      grads.push_back(mx::zeros_like(primals[0], s));
+      continue;
+    }
+    auto index = mx::flatten(unpack_bits(primals[0], bits_, n_, s), s);
+    auto updates = mx::reshape(mx::astype(cotangents[0], mx::float32, s),
+                               {static_cast<int>(cotangents[0].size()), 1}, s);
+    auto zero = mx::zeros({1 << bits_}, mx::float32, s);
+    auto sum = mx::scatter_add(zero, std::vector<mx::array>{index}, updates, {0}, s);
+    grads.push_back(mx::astype(sum, primals[1].dtype(), s));
+  }
+  return grads;
+}
+
+std::vector<mx::array> DequantizeScalar::jvp(const std::vector<mx::array>& primals,
+                                             const std::vector<mx::array>& tangents,
+                                             const std::vector<int>& argnums) {
+  for (size_t i = 0; i < argnums.size(); ++i) {
+    if (argnums[i] == 1) {
+      return {dequantize_scalar(primals[0], tangents[i], bits_, n_, std::nullopt, stream())};
+    }
+  }
+  return {mx::zeros(output_shapes(primals)[0], primals[1].dtype(), stream())};
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> DequantizeScalar::vmap(
+    const std::vector<mx::array>& in, const std::vector<int>& axes) {
+  return map_both(in, axes, stream(), [&](const mx::array& packed, const mx::array& c) {
+    return dequantize_scalar(packed, c, bits_, n_, std::nullopt, stream());
+  });
+}
+
+}  // namespace vqkv
