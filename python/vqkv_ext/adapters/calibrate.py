@@ -9,14 +9,19 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..codecs import Calibration, LayerCodecs, vecinfer
+from ..codecs.calibration import ModelShape
 from .mlx_lm import model_shape
 
 Progress = Callable[[int, int], None]
-"""Called with the number of layers fitted and their total."""
+"""Called with what is done and the total."""
 
 
 def collect(
-    model: nn.Module, tokens: Sequence[int], *, chunk: int = 512
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    chunk: int = 128,
+    progress: Progress | None = None,
 ) -> list[tuple[mx.array, mx.array]]:
     """Keys (after RoPE) and values of every layer for a text.
 
@@ -24,6 +29,7 @@ def collect(
         model: An mlx_lm model of plain KVCache layers.
         tokens: Of the text, read as one sequence.
         chunk: Tokens per forward pass.
+        progress: Called after every pass with the tokens read and their total.
 
     Returns:
         ``(keys [H, N, D], values [H, N, Dv])`` per layer, evaluated.
@@ -33,6 +39,8 @@ def collect(
     for i in range(0, ids.shape[1], chunk):
         model(ids[:, i : i + chunk], cache=caches)
         mx.eval([c.state for c in caches])
+        if progress:
+            progress(min(i + chunk, ids.shape[1]), ids.shape[1])
     return [tuple(x[0] for x in c.keys_and_values()) for c in caches]
 
 
@@ -43,6 +51,7 @@ def calibrate(
     *,
     iterations: int = 30,
     seed: int = 0,
+    reading: Progress | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Fit a preset to a model.
@@ -53,6 +62,7 @@ def calibrate(
         preset: Such as ``"vecinfer-2bit"``.
         iterations: k-means rounds.
         seed: Of k-means.
+        reading: Called while the model reads the text, with tokens.
         progress: Called after every layer.
 
     Raises:
@@ -67,11 +77,29 @@ def calibrate(
         raise ValueError(f"[calibrate] needs at least 256 tokens, but got {len(tokens)}.")
     shape = model_shape(model)
     vecinfer.check_width(spec, shape.key_dim, shape.value_dim)
+    collected = collect(model, tokens, progress=reading)
+    return fit_layers(shape, collected, preset, iterations=iterations, seed=seed, progress=progress)
+
+
+def fit_layers(
+    shape: ModelShape,
+    collected: Sequence[tuple[mx.array, mx.array]],
+    preset: str,
+    *,
+    iterations: int = 30,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Fit a preset to keys and values from :func:`collect`; several presets can share them.
+
+    Args and errors: as for :func:`calibrate`; ``shape`` is that of the model.
+    """
+    spec = vecinfer.PRESETS[preset]
     layers = []
-    for i, (keys, values) in enumerate(collect(model, tokens)):
+    for i, (keys, values) in enumerate(collected):
         layers.append(
             LayerCodecs(*vecinfer.fit(spec, keys, values, iterations=iterations, seed=seed))
         )
         if progress:
             progress(i + 1, shape.layers)
-    return Calibration(preset, shape, layers, len(tokens))
+    return Calibration(preset, shape, layers, collected[0][0].shape[1])
