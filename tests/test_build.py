@@ -1,5 +1,5 @@
-"""What the build produces besides code: the amalgamated kernels, the stub, the version guard, and
-the check of macOS exports."""
+"""What the build produces besides code: the amalgamated kernels, the stub and the guards against
+another mlx."""
 
 from __future__ import annotations
 
@@ -31,28 +31,60 @@ def load(path: Path):
         sys.path.pop(0)
 
 
-def test_amalgamated_kernels_are_complete(tmp_path):
-    text = load(ROOT / "cmake" / "amalgamate.py").amalgamate(ROOT / "metal")
-    assert '#include "' not in text and "#pragma once" not in text
-    assert "#include <metal_stdlib>" in text
-    for path in (ROOT / "metal").glob("*.metal"):
-        for name in re.findall(r"^#define (\w+)\(", path.read_text(), re.M):
-            assert text.count(f"#define {name}(") == 1
-    for struct in ("VqParams", "CodeParams", "AttentionParams"):
-        assert text.count(f"struct {struct} {{") == 1
+def kernel_names(source: Path, headers: Path) -> list[str]:
+    """Names of the kernels that a Metal source instantiates, as the preprocessor leaves them."""
+    command = [sys.executable, "-m", "ziglang", "c++", "-E", "-P", "-x", "c++"]
+    command += ["-D__METAL_VERSION__=310", "-isystem", str(headers), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r'host_name\(((?:\s*"[^"]*")+)\s*\)', done.stdout)
+    return ["".join(re.findall(r'"([^"]*)"', name)) for name in found]
+
+
+@pytest.fixture
+def amalgam(tmp_path) -> Path:
+    """The one-file kernel source, as a build without a Metal compiler writes it."""
+    out = tmp_path / "vqkv_ext.metal.txt"
+    script = ROOT / "cmake" / "amalgamate.py"
+    subprocess.run([sys.executable, script, ROOT / "metal", out], check=True)
+    return out
+
+
+def test_amalgam_is_one_self_contained_file(amalgam):
+    text = amalgam.read_text()
+    assert '#include "' not in text and "#pragma once" not in text and "compat/" not in text
+    assert set(re.findall(r"#include <(\w+)>", text)) == {"metal_stdlib", "metal_simdgroup"}
+    structs = re.findall(r"^struct (\w+) \{", (ROOT / "metal" / "params.h").read_text(), re.M)
+    assert structs and all(text.count(f"struct {name} {{") == 1 for name in structs)
     assert text.count("{") == text.count("}")
+    assert len(re.findall(r"^#if", text, re.M)) == text.count("#endif")
 
 
-def test_amalgamated_kernels_pass_the_type_check(tmp_path):
+def test_amalgam_has_every_kernel(amalgam, tmp_path):
     pytest.importorskip("ziglang")
-    text = load(ROOT / "cmake" / "amalgamate.py").amalgamate(ROOT / "metal")
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    for name in ("metal_stdlib", "metal_simdgroup"):
+        (headers / name).touch()
+    names = kernel_names(amalgam, headers)
+    sources = sorted((ROOT / "metal").glob("*.metal"))
+    assert len(sources) >= 2 and all(kernel_names(s, headers) for s in sources)
+    assert sorted(names) == sorted(n for s in sources for n in kernel_names(s, headers))
+    assert len(set(names)) == len(names)
+    if _ext.has_simulator():
+        assert sorted(names) == sorted(_ext.simulator_kernels())
+
+
+def test_amalgam_passes_the_address_space_check(amalgam, tmp_path):
+    pytest.importorskip("ziglang")
     check = load(ROOT / "tools" / "check_address_spaces.py")
-    source = tmp_path / "all.metal"
-    command = [sys.executable, "-m", "ziglang", "c++", *check.FLAGS, *check.WARNINGS]
-    for body, good in ((text, True), (text + "float bad(device float* p, uint i) {\n", False)):
-        source.write_text(f'#include "{ROOT / "metal" / "compat" / "check.h"}"\n{body}')
-        done = subprocess.run([*command, "-c", source], capture_output=True, cwd=tmp_path)
-        assert (done.returncode == 0) == good, done.stderr.decode()
+    compiler = check.find_compiler()
+    source = tmp_path / "all.cpp"
+    mapping = f'#include "{ROOT / "metal" / "compat" / "check.h"}"\n'
+    source.write_text(mapping + amalgam.read_text())
+    assert check.check(source, compiler) == []
+    source.write_text(source.read_text() + "float bad(device float* p) { float* q = p; }\n")
+    assert check.check(source, compiler)
 
 
 def test_every_kernel_runs_in_the_simulator(request):
@@ -89,6 +121,28 @@ def test_version_guard_names_both_versions():
     assert done.returncode == 1 and built and built[1] == mx.__version__
 
 
+def test_nanobind_of_another_mlx_is_refused_at_configure_time(tmp_path):
+    """It would import, and then reject every mx.array."""
+    pytest.importorskip("cmake")
+    nanobind = pytest.importorskip("nanobind")
+    script = (ROOT / "cmake" / "mlx_nanobind_key.py").read_text()
+    key = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+    header = (Path(nanobind.source_dir()) / "nb_internals.h").read_text()
+    internals = re.search(r"define NB_INTERNALS_VERSION (\d+)", header)[1]
+    assert key.strip().endswith(f"_v{internals}")
+
+    for name in ("CMakeLists.txt", "csrc", "metal"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "cmake").mkdir()
+    (tmp_path / "cmake" / "mlx_nanobind_key.py").write_text("print('other_v1')")
+    command = [sys.executable, "-m", "cmake", "-S", tmp_path, "-B", tmp_path / "build"]
+    command += [f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    message = " ".join(done.stderr.split())
+    assert "internals 'other_v1'" in message and f"provides v{internals}" in message
+
+
 def test_info():
     info = vqkv_ext.info()
     assert info["mlx"] == mx.__version__ and info["executor"] in ("cpu", "sim", "metal", "cuda")
@@ -106,30 +160,3 @@ def test_executor_sim_needs_a_development_build():
         assert done.stdout.strip() == "sim"
     else:
         assert "needs a development build" in done.stderr
-
-
-@pytest.mark.slow
-def test_export_check_finds_what_libmlx_lacks(tmp_path):
-    """copy_gpu is declared in MLX's headers, but libmlx.dylib does not export it."""
-    pytest.importorskip("lief")
-    pytest.importorskip("ziglang")
-    build = load(ROOT / "tools" / "macos" / "cross_build.py")
-    exports = sys.modules["exports"]
-    mlx = Path(os.environ.get("VQKV_CACHE", ROOT / ".cache"))
-    mlx = mlx / f"mlx-metal-{build.pinned_mlx()}" / "mlx"
-    if not mlx.exists():
-        pytest.skip("the macOS mlx wheel was not downloaded (make macos-check does)")
-    source = tmp_path / "bad.cpp"
-    source.write_text(
-        '#include "mlx/backend/gpu/copy.h"\n#include "mlx/ops.h"\n'
-        'extern "C" __attribute__((visibility("default"))) void* PyInit__ext() {\n'
-        "  auto a = mlx::core::zeros({1});\n"
-        "  mlx::core::copy_gpu(a, a, mlx::core::CopyType::Vector);\n  return nullptr;\n}\n"
-    )
-    obj = tmp_path / "bad.o"
-    command = [*build.ZIG, "-std=c++20", f"-I{mlx / 'include'}", f"-I{build.HERE / 'shim'}"]
-    subprocess.run([*command, "-c", str(source), "-o", str(obj)], check=True)
-    module = build.link([obj], mlx, tmp_path)
-    faults = exports.audit(module, mlx / "lib" / "libmlx.dylib").faults
-    assert sum("does not export mlx::core::copy_gpu(" in f for f in faults) == 1
-    assert not any("mlx::core::zeros" in f or "PyInit" in f for f in faults)

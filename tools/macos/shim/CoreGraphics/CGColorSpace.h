@@ -1,3 +1,4 @@
-// Declarations of a macOS system header, as many as MLX and metal-cpp need to compile.
+// As much of the macOS header of this name as MLX and metal-cpp need to compile.
 #pragma once
+
 typedef struct CGColorSpace* CGColorSpaceRef;

@@ -1,4 +1,7 @@
-// Declarations of a macOS system header, as many as MLX and metal-cpp need to compile.
+// As much of the macOS header of this name as MLX and metal-cpp need to compile.
 #pragma once
-#include "runtime.h"
-extern "C" { void objc_msgSend(void); void objc_msgSend_stret(void); void objc_msgSend_fpret(void); }
+
+#include <objc/runtime.h>
+
+// Declared without parameters, as Apple does: callers cast it to the type of the method.
+extern "C" void objc_msgSend(void);

@@ -1,22 +1,19 @@
-// Declarations of a macOS system header, as many as MLX and metal-cpp need to compile.
+// As much of the macOS header of this name as MLX and metal-cpp need to compile.
 #pragma once
-#include <cstddef>
-#include <cstdint>
+
 typedef struct objc_class* Class;
-struct objc_object { Class isa; };
-typedef struct objc_object* id;
-typedef struct objc_selector* SEL;
+typedef struct objc_object {
+  Class isa;
+}* id;
 typedef struct objc_object Protocol;
-typedef bool BOOL;
-typedef void (*IMP)(void);
+typedef struct objc_selector* SEL;
 typedef struct objc_method* Method;
+typedef bool BOOL;
+
 extern "C" {
-SEL sel_registerName(const char*);
-Class objc_lookUpClass(const char*);
-Class objc_getClass(const char*);
-Protocol* objc_getProtocol(const char*);
-Class object_getClass(id);
+SEL sel_registerName(const char* name);
+Class objc_lookUpClass(const char* name);
+Protocol* objc_getProtocol(const char* name);
+Class object_getClass(id object);
 Method class_getInstanceMethod(Class, SEL);
-bool class_respondsToSelector(Class, SEL);
-const char* sel_getName(SEL);
 }
