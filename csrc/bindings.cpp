@@ -52,4 +52,5 @@ NB_MODULE(_ext, m) {
   vqkv::bind_vq(m);
   vqkv::bind_attention(m);
   vqkv::bind_scalar(m);
+  vqkv::bind_qjl(m);
 }

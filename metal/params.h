@@ -59,3 +59,19 @@ struct ScalarParams {
   long bytes;
   int bits;
 };
+
+// Vectors [rows, dims] and a sketch [channels, dims].
+struct QjlParams {
+  long rows;
+  int dims;
+  int channels;
+};
+
+// For each key head, `rows` query rows (its heads times the query tokens) and `tokens` coded keys.
+struct QjlScoresParams {
+  long heads;
+  int rows;
+  int tokens;
+  int channels;
+  float unit;  // sqrt(pi / 2) / channels
+};

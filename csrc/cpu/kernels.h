@@ -90,6 +90,39 @@ struct ScalarTile {
   const void* table;  // their float32 bounds [2^bits - 1] and centroids [2^bits] of this type
 };
 
+/** Vectors and a sketch in panels [dims, kQjlPanel]. Gives the products, or else signs and norms.
+ */
+struct QjlTile {
+  const void* x;  // [count, dims]
+  Real type;
+  int count;  // at most kQjlRows
+  int dims;
+  int channels;
+  const float* sketch;
+  float* scratch;   // kQjlRows * dims
+  uint8_t* signs;   // [count, channels / 8]
+  uint16_t* norms;  // bf16 [count]
+  float* products;  // [count, channels], or null
+};
+
+/** Query rows in the sketch's channels and sign codes of one key head. */
+struct QjlScoresTile {
+  const float* queries;  // [rows, channels]
+  int rows;
+  int channels;
+  const uint8_t* signs;  // [count, channels / 8]
+  const void* norms;     // [count]
+  Real type;             // of the norms
+  int count;
+  float unit;
+  float* out;  // [rows, out_stride]
+  int64_t out_stride;
+  float* scratch;  // kQjlPanel * channels
+};
+
+constexpr int kQjlPanel = 32;
+constexpr int kQjlRows = 48;
+
 struct Kernels {
   const char* isa;
   void (*quantize)(const QuantizeTile&);
@@ -98,6 +131,8 @@ struct Kernels {
   void (*unpack_bits)(const ScalarTile&);
   void (*quantize_scalar)(const ScalarTile&);
   void (*dequantize_scalar)(const ScalarTile&);
+  void (*qjl_products)(const QjlTile&);
+  void (*qjl_scores)(const QjlScoresTile&);
 };
 
 const Kernels& kernels();

@@ -3,6 +3,7 @@ plain mlx: see ``use_metal_kernels`` in :func:`native`."""
 
 from .attention import attention
 from .native import native
+from .qjl import qjl_encode, qjl_inner_product
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
@@ -13,6 +14,8 @@ __all__ = [
     "fake_quantize_vq",
     "native",
     "pack_bits",
+    "qjl_encode",
+    "qjl_inner_product",
     "quantize_scalar",
     "quantize_vq",
     "unpack_bits",

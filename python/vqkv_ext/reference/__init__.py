@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .attention import attention, attention_primitive, decode, visible_tokens
+from .qjl import qjl_encode, qjl_inner_product, qjl_inner_product_primitive
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
@@ -19,11 +20,16 @@ __all__ = [
     "dequantize_vq",
     "fake_quantize_vq",
     "pack_bits",
+    "qjl_encode",
+    "qjl_inner_product",
     "quantize_scalar",
     "quantize_vq",
     "unpack_bits",
     "visible_tokens",
 ]
 
-PRIMITIVES: dict[str, Callable[..., list[mx.array]]] = {"attention": attention_primitive}
+PRIMITIVES: dict[str, Callable[..., list[mx.array]]] = {
+    "attention": attention_primitive,
+    "qjl_inner_product": qjl_inner_product_primitive,
+}
 """What the native module calls for gradients and vmap."""

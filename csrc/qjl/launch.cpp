@@ -1,0 +1,52 @@
+#include "mlx/allocator.h"
+#include "qjl/op.h"
+#include "qjl/primitive.h"
+
+namespace vqkv {
+namespace {
+
+// as in metal/qjl.h
+constexpr int64_t kThreads = 128, kVectors = 32, kChannels = 64, kRows = 8;
+
+/** "encode" or "project". */
+Launch products(const std::string& what, const mx::array& x, const mx::array& sketch,
+                std::vector<mx::array> outputs) {
+  auto p = qjl_params(x.shape(), sketch.shape());
+  Launch l;
+  l.kernel = "qjl_" + what + "_" + dtype_name(x.dtype());
+  l.inputs = {x, sketch};
+  l.outputs = std::move(outputs);
+  l.set_params(p);
+  l.grid = {groups(p.rows, kVectors), groups(p.channels, kChannels), 1};
+  l.threads = kThreads;
+  return l;
+}
+
+}  // namespace
+
+std::vector<Launch> qjl_encode_launch(const mx::array& x, const mx::array& sketch,
+                                      const std::vector<mx::array>& out) {
+  return {products("encode", x, sketch, out)};
+}
+
+std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, const mx::array& out,
+                                             std::vector<mx::array>& temporaries) {
+  const auto &q = in[0], &sketch = in[1], &signs = in[2], &norms = in[3];
+  auto p = qjl_scores_params(out.shape(), signs.shape());
+  auto shape = q.shape();
+  shape.back() = p.channels;
+  mx::array projected(shape, mx::float32, nullptr, {});
+  projected.set_data(mx::allocator::malloc(projected.nbytes()));
+  temporaries.push_back(projected);
+
+  Launch l;
+  l.kernel = "qjl_scores_" + dtype_name(norms.dtype());
+  l.inputs = {projected, signs, norms};
+  l.outputs = {out};
+  l.set_params(p);
+  l.grid = {groups(p.tokens, kThreads), groups(p.rows, kRows), groups(p.heads, 1)};
+  l.threads = kThreads;
+  return {products("project", q, sketch, {projected}), l};
+}
+
+}  // namespace vqkv
