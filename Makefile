@@ -1,49 +1,63 @@
 # `make demo` and `make test` set up everything they need in .venv; see README.md.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-SOURCES := $(shell git ls-files --cached --others --exclude-standard pyproject.toml CMakeLists.txt cmake csrc metal python 2>/dev/null)
+DEPENDENCIES := $(VENV)/.dependencies
+INSTALLED := $(VENV)/.installed
+SOURCES := $(shell find pyproject.toml CMakeLists.txt cmake csrc metal python -type f \
+  -not -name '*.so' -not -name '*.pyc' -not -name _build.py)
+PYTHON_FILES := python tests benchmarks tools cmake
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'metal/*' 'tests/*.cpp' 'tools/*.h')
 
-.PHONY: demo test dev lint format macos-check asan clean
+.PHONY: demo test install deps dev lint format macos-check asan clean
 
-# An ordinary install, with the simulator, again whenever a source changed.
-$(STAMP): $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q --config-settings=cmake.define.VQKV_SIM=ON ".[lm,plot,dev]"
-	touch $(STAMP)
-
-demo: $(STAMP)
+demo: install
 	$(BIN)/python benchmarks/demo.py $(ARGS)
 
 # VQKV_EXECUTOR=sim make test runs the Metal kernels in the simulator instead of the CPU kernels.
-test: $(STAMP)
+test: install
 	$(BIN)/python -m pytest $(ARGS)
 
+# An ordinary install, with the simulator, again whenever a source changed.
+install: $(INSTALLED)
+$(INSTALLED): $(DEPENDENCIES) $(SOURCES)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --force-reinstall \
+	  --config-settings=cmake.define.VQKV_SIM=ON --config-settings=build-dir=build/install .
+	touch $@
+
+deps: $(DEPENDENCIES)
+$(DEPENDENCIES): pyproject.toml tools/requirements.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python tools/requirements.py lm plot dev > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt
+	touch $@
+
 # In-tree development build; use it with PYTHONPATH=python.
-dev:
-	cmake -S . -B build/dev -G Ninja -DVQKV_SIM=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) \
+dev: $(DEPENDENCIES)
+	$(BIN)/cmake -S . -B build/dev -G Ninja -DVQKV_SIM=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/python/vqkv_ext
-	cmake --build build/dev
+	$(BIN)/cmake --build build/dev
 	cp build/dev/_build.py python/vqkv_ext/_build.py
 
-lint: $(STAMP)
-	$(BIN)/ruff check python tests benchmarks tools cmake
-	$(BIN)/ruff format --check python tests benchmarks tools cmake
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'metal/*' | xargs $(BIN)/clang-format --dry-run --Werror
+lint: $(DEPENDENCIES)
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
-format: $(STAMP)
-	$(BIN)/ruff check --fix python tests benchmarks tools cmake
-	$(BIN)/ruff format python tests benchmarks tools cmake
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'metal/*' | xargs $(BIN)/clang-format -i
+format: $(DEPENDENCIES)
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
+	@$(BIN)/clang-format -i $(CXX_FILES)
 
 # Host code for arm64 macOS, against the real libmlx.dylib, from any machine.
-macos-check: $(STAMP)
+macos-check: $(DEPENDENCIES)
 	$(BIN)/python tools/macos/cross_build.py
 
-asan: $(STAMP)
-	VENV=$(abspath $(VENV)) bash tools/sanitize.sh
+asan: $(DEPENDENCIES)
+	VENV=$(VENV) bash tools/sanitize.sh
 
 clean:
 	rm -rf build $(VENV) demo_output

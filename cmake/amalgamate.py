@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-_INCLUDE = re.compile(r'\s*#include "([^"]+)"')
+_INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 
 
 def inline(path: Path, root: Path, seen: set[Path]) -> list[str]:

@@ -51,6 +51,7 @@ NB_MODULE(_ext, m) {
 
   vqkv::bind_vq(m);
   vqkv::bind_attention(m);
+  vqkv::bind_hadamard(m);
   vqkv::bind_scalar(m);
   vqkv::bind_qjl(m);
 }

@@ -75,3 +75,33 @@ struct QjlScoresParams {
   int channels;
   float unit;  // sqrt(pi / 2) / channels
 };
+
+// dtype of the vectors of the Hadamard kernels, and how the scale of a row is chosen.
+enum HadamardType { HADAMARD_FLOAT, HADAMARD_HALF, HADAMARD_BFLOAT };
+enum HadamardScale { HADAMARD_MSE, HADAMARD_NORM, HADAMARD_UNBIASED, HADAMARD_MATCHED };
+
+// Rows [rows, D], `seq` in turn of the same head of signs [heads, D].
+struct HadamardParams {
+  long rows;
+  long seq;
+  int heads;
+  int dtype;      // HadamardType
+  int out_dtype;  // HadamardType
+  int inverse;
+  float scale;  // 1 / sqrt(D)
+};
+
+struct HadamardQuantizeParams {
+  long rows;
+  long seq;     // rows of a sequence: those of one head, and of one centre if `frozen`
+  int heads;    // of the signs
+  int dtype;    // HadamardType
+  int bits;     // 1, 2, 3, 4 or 8
+  int bytes;    // per row, packed
+  int kind;     // HadamardScale
+  int block;    // rows that share a centre which is computed, or 0
+  int frozen;   // 1: the centre of every sequence is given
+  float scale;  // 1 / sqrt(D)
+  float root;   // sqrt(D)
+  float share;  // 1 / block
+};

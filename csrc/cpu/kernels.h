@@ -123,6 +123,41 @@ struct QjlScoresTile {
 constexpr int kQjlPanel = 32;
 constexpr int kQjlRows = 48;
 
+/** Rows of the randomized Hadamard transform; width = n * order, n a power of two. */
+struct HadamardTile {
+  const void* x;
+  Real type;
+  int64_t count;
+  int width;
+  int order;           // 1, 12, 20 or 28
+  const float* signs;  // [width]
+  float scale;
+  bool inverse;
+  void* out;
+  Real out_type;
+  float* scratch;  // hadamard_scratch(width, 1)
+};
+
+/** Rows that share signs and centre: with `block` all rows of one block. */
+struct HadamardQuantizeTile {
+  HadamardTile rows;      // without its output
+  const float* table;     // bounds [255], levels [256]
+  const int8_t* centre;   // [width], or null
+  uint16_t centre_scale;  // bf16
+  uint8_t* packed;        // [count, bytes]
+  uint16_t* scales;       // bf16 [count]
+  int8_t* block_centre;   // [width]
+  uint16_t* block_scale;  // bf16
+  HadamardQuantizeParams p;
+};
+
+constexpr int kHadamardRows = 16;  // rows held in lanes side by side
+
+/** Floats of scratch for groups of kHadamardRows rows that are held at the same time. */
+constexpr int64_t hadamard_scratch(int width, int64_t groups) {
+  return int64_t(width + 32) * (kHadamardRows * (groups + 1) + 1);
+}
+
 struct Kernels {
   const char* isa;
   void (*quantize)(const QuantizeTile&);
@@ -131,6 +166,8 @@ struct Kernels {
   void (*unpack_bits)(const ScalarTile&);
   void (*quantize_scalar)(const ScalarTile&);
   void (*dequantize_scalar)(const ScalarTile&);
+  void (*hadamard)(const HadamardTile&);
+  void (*hadamard_quantize)(const HadamardQuantizeTile&);
   void (*qjl_products)(const QjlTile&);
   void (*qjl_scores)(const QjlScoresTile&);
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cpu_kernel.h"
+#include "hadamard/cpu_quantize.h"
 #include "qjl/cpu_kernel.h"
 #include "scalar/cpu_kernel.h"
 #include "vq/cpu_kernel.h"
@@ -11,8 +12,16 @@
 
 namespace vqkv::VQKV_VARIANT {
 
-const Kernels table{
-    VQKV_STRING(VQKV_VARIANT), quantize,          attention,    pack_bits, unpack_bits,
-    quantize_scalar,           dequantize_scalar, qjl_products, qjl_scores};
+const Kernels table{VQKV_STRING(VQKV_VARIANT),
+                    quantize,
+                    attention,
+                    pack_bits,
+                    unpack_bits,
+                    quantize_scalar,
+                    dequantize_scalar,
+                    hadamard,
+                    hadamard_quantize,
+                    qjl_products,
+                    qjl_scores};
 
 }  // namespace vqkv::VQKV_VARIANT

@@ -3,6 +3,10 @@
 // fields. The loops are plain so that the compiler runs them on whole vectors of words.
 #pragma once
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "cpu/vector.h"
 
 namespace vqkv::VQKV_VARIANT {
@@ -57,9 +61,32 @@ VQKV_INLINE uint64_t spread(uint64_t v) {
   }
 }
 
+#ifdef __x86_64__
+/** The lowest bits of a tile of bytes, by the instructions that collect one bit of every byte. */
+VQKV_INLINE void pack_lowest_bits(const uint8_t* in, uint8_t* out) {
+  for (int i = 0; i < kScalarTile; i += VQKV_VECTOR_BYTES) {
+#if VQKV_VECTOR_BYTES == 64
+    const uint64_t bits = _mm512_test_epi8_mask(_mm512_loadu_si512(in + i), _mm512_set1_epi8(1));
+#elif VQKV_VECTOR_BYTES == 32
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+    const uint32_t bits = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(v, 7)));
+#else
+    const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    const uint16_t bits = uint16_t(_mm_movemask_epi8(_mm_slli_epi16(v, 7)));
+#endif
+    __builtin_memcpy(out + i / 8, &bits, sizeof(bits));
+  }
+}
+#endif
+
 /** Up to kOctets groups of eight entries. */
 template <int B>
 VQKV_INLINE void pack_octets(const uint8_t* __restrict in, uint8_t* __restrict out, int octets) {
+#ifdef __x86_64__
+  if (B == 1 && octets == kOctets) {
+    return pack_lowest_bits(in, out);
+  }
+#endif
   constexpr int words = B <= 8 ? 1 : 2;  // of eight unpacked entries
   uint64_t w[words * kOctets];
   for (int i = 0; i < words * octets; ++i) {
@@ -81,13 +108,13 @@ VQKV_INLINE void unpack_octets(const uint8_t* __restrict in, uint8_t* __restrict
   constexpr int words = B <= 8 ? 1 : 2;
   uint64_t w[words * kOctets];
   for (int i = 0; i < octets; ++i) {
-    if constexpr (B <= 8) {
-      w[i] = 0;
-      __builtin_memcpy(w + i, in + B * i, B);
-    } else {
-      unsigned __int128 v = 0;
-      __builtin_memcpy(&v, in + B * i, B);
-      w[2 * i] = uint64_t(v) & low_bits(4 * B, 64);
+    w[words * i] = 0;
+    __builtin_memcpy(w + words * i, in + B * i, B <= 8 ? B : 8);
+    if constexpr (B > 8) {
+      uint64_t more = 0;
+      __builtin_memcpy(&more, in + B * i + 8, B - 8);
+      const unsigned __int128 v = w[2 * i] | (unsigned __int128)more << 64;
+      w[2 * i] &= low_bits(4 * B, 64);
       w[2 * i + 1] = uint64_t(v >> 4 * B);
     }
   }
@@ -174,13 +201,23 @@ void count_bounds(const float* x, const float* bounds, uint8_t* index) {
   }
 }
 
-/** The same by bisection, for sorted bounds. */
+/** The same for many sorted bounds: with every fourth, then by bisection. */
 template <int Bounds>
 void search_bounds(const float* x, const float* bounds, uint8_t* index) {
-  int32_t at[kScalarTile] = {};
-  for (int step = (Bounds + 1) / 2; step > 0; step /= 2) {
+  constexpr int coarse = (Bounds + 1) / 4 - 1;
+  float fourth[coarse];
+  for (int k = 0; k < coarse; ++k) {
+    fourth[k] = bounds[4 * k + 3];
+  }
+  count_bounds<coarse>(x, fourth, index);
+  int32_t at[kScalarTile];
+  for (int i = 0; i < kScalarTile; ++i) {
+    at[i] = 4 * index[i];
+  }
+  for (int step = 2; step > 0; step /= 2) {
+    const float* bound = bounds + step - 1;
     for (int i = 0; i < kScalarTile; ++i) {
-      at[i] += bounds[at[i] + step - 1] < x[i] ? step : 0;
+      at[i] += step & -int32_t(bound[at[i]] < x[i]);  // no branch to mispredict
     }
   }
   for (int i = 0; i < kScalarTile; ++i) {
@@ -191,7 +228,7 @@ void search_bounds(const float* x, const float* bounds, uint8_t* index) {
 inline void quantize_scalar(const ScalarTile& t) {
   using Search = void (*)(const float*, const float*, uint8_t*);
   constexpr Search searches[] = {count_bounds<1>,    count_bounds<3>,   count_bounds<7>,
-                                 count_bounds<15>,   search_bounds<31>, search_bounds<63>,
+                                 count_bounds<15>,   count_bounds<31>,  count_bounds<63>,
                                  search_bounds<127>, search_bounds<255>};
   const float* bounds = static_cast<const float*>(t.table);
   auto* out = static_cast<uint8_t*>(t.out);

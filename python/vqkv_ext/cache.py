@@ -22,6 +22,8 @@ from .codecs.base import Codec, CodedArrays
 from .packed import Layout, PackedKV, coded_tokens
 
 _GROWTH = 4  # blocks by which the body grows
+_PER_BLOCK = ("centres", "centre_scales")  # one entry per block; the other arrays: per token
+_ARRAYS = ("codes", "scales", *_PER_BLOCK, "pair_codes", "pair_scales")
 _STEP = 8  # query tokens that fit the tail without moving it
 
 
@@ -200,27 +202,52 @@ class CompressedKVCache:
 
     def _encode(self, tails: tuple[mx.array, mx.array], due: int) -> None:
         """Code tokens up to the body's ``due``-th, all rows and blocks in one go."""
-        first, sinks = self._coded, self.config.sink_tokens
-        a, b = self._slot(sinks + first), self._slot(sinks + due)
-        coded = [
-            codec.encode(t[:, :, a:b], use_metal_kernels=self.config.use_metal_kernels)
-            for codec, t in zip((self.key_codec, self.value_codec), tails, strict=True)
-        ]
-        step = _GROWTH * self.config.block
-        capacity = (due + step - 1) // step * step
-        old = self._bodies or ({}, {})
+        bodies = self._bodies or ({}, {})
         self._bodies = None
-        for body, new in zip(old, coded, strict=True):
-            for name, x in new.items():
-                held = body.pop(name, None)
-                room = held.shape[2] if held is not None else 0
-                if room < due:
-                    more = mx.zeros((*x.shape[:2], capacity - room, *x.shape[3:]), x.dtype)
-                    held = more if held is None else mx.concatenate([held, more], axis=2)
-                held[:, :, first:due] = x
-                body[name] = held
-        self._bodies = old
+        for codec, body, tail in zip(
+            (self.key_codec, self.value_codec), bodies, tails, strict=True
+        ):
+            first, block = self._coded, self.config.block
+            if codec.centred and first % block:  # a trim left this block partial
+                last = min(due, first - first % block + block)
+                at = first // block
+                frozen = {n: body[n][:, :, at : at + 1] for n in _PER_BLOCK}
+                self._store(codec, body, tail, first, last, frozen)
+                first = last
+            if first < due:
+                self._store(codec, body, tail, first, due, None)
+        self._bodies = bodies
         self._coded = due
+
+    def _store(
+        self,
+        codec: Codec,
+        body: CodedArrays,
+        tail: mx.array,
+        first: int,
+        last: int,
+        frozen: CodedArrays | None,
+    ) -> None:
+        """Code body tokens [first, last) from the tail into the arrays of ``body``."""
+        sinks, block = self.config.sink_tokens, self.config.block
+        tokens = tail[:, :, self._slot(sinks + first) : self._slot(sinks + last)]
+        coded = codec.encode(
+            tokens,
+            block=block,
+            frozen=frozen,
+            use_metal_kernels=self.config.use_metal_kernels,
+        )
+        step = _GROWTH * block
+        capacity = (last + step - 1) // step * step
+        for name, x in coded.items():
+            each = block if name in _PER_BLOCK else 1
+            held = body.pop(name, None)
+            room = held.shape[2] if held is not None else 0
+            if room * each < last:
+                more = mx.zeros((*x.shape[:2], capacity // each - room, *x.shape[3:]), x.dtype)
+                held = more if held is None else mx.concatenate([held, more], axis=2)
+            held[:, :, first // each : -(-last // each)] = x
+            body[name] = held
 
     def _retire(self, tails: tuple[mx.array, mx.array]) -> None:
         """Keep the sinks and what is not coded, plus one block of grace."""
@@ -309,7 +336,9 @@ class CompressedKVCache:
     def bytes_per_token(self) -> float:
         """Bytes one more coded token takes, over all heads of one batch row."""
         heads = self._tails[0].shape[1] if self._tails is not None else 1
-        return heads * (self.key_codec.bytes_per_token + self.value_codec.bytes_per_token)
+        block = self.config.block
+        codecs = (self.key_codec, self.value_codec)
+        return heads * sum(c.bytes_per_token_in(block) for c in codecs)
 
     def _arrays(self) -> list[mx.array]:
         held = list(self._tails or ())
@@ -338,10 +367,9 @@ class CompressedKVCache:
         """Arrays, plain scalars and the fingerprint; see :meth:`from_state`."""
         c = self.config
         bodies = self._bodies or ({}, {})
-        names = ["codes", "scales", "centres", "centre_scales"]
         return (
             tuple(self._tails or (None, None)),
-            tuple(tuple(b.get(name) for name in names) for b in bodies),
+            tuple(tuple(b.get(name) for name in _ARRAYS) for b in bodies),
             (self.offset, self._coded, self._tail_start),
             (c.sink_tokens, c.window, c.block),
             self.fingerprint,
@@ -355,8 +383,7 @@ class CompressedKVCache:
                 f"[CompressedKVCache] the state must be of codec {self.fingerprint!r}, but got one "
                 f"of {fingerprint!r}."
             )
-        names = ["codes", "scales", "centres", "centre_scales"]
-        present = [{n: a for n, a in zip(names, b, strict=True) if _given(a)} for b in bodies]
+        present = [{n: a for n, a in zip(_ARRAYS, b, strict=True) if _given(a)} for b in bodies]
         sinks, window, block = (int(x) for x in spans)
         self.config = CacheConfig(sinks, window, block, self.config.use_metal_kernels)
         self._tails = (tails[0], tails[1]) if _given(tails[0]) else None

@@ -24,6 +24,7 @@ class Codec:
         heads: KV heads the tables are for, or None when they serve any number.
         code: How attention reads the codes.
         transform: Basis of the codes, or None.
+        centred: Whether the tokens of a block share a centre.
     """
 
     name: str
@@ -31,10 +32,29 @@ class Codec:
     heads: int | None
     code: TableCode
     transform: Transform | None
+    centred: bool = False
 
-    def encode(self, x: mx.array, *, use_metal_kernels: bool | None = None) -> CodedArrays:
-        """Code vectors ``[B, H, S, D]``. Every token is coded by itself: any split of S gives the
-        same bits."""
+    def encode(
+        self,
+        x: mx.array,
+        *,
+        block: int = 64,
+        frozen: CodedArrays | None = None,
+        use_metal_kernels: bool | None = None,
+    ) -> CodedArrays:
+        """Code vectors ``[B, H, S, D]``.
+
+        Tokens are coded by themselves, or, by a centred codec, in blocks: any split of S between
+        blocks gives the same bits.
+
+        Args:
+            x: The vectors. For a centred codec S is a multiple of ``block``, or all tokens are of
+                one block with the centre ``frozen``.
+            block: Tokens that share a centre.
+            frozen: ``centres`` [B, H, 1, D] and ``centre_scales`` [B, H, 1] coded earlier, for
+                tokens that join their block later; they are not among the results then.
+            use_metal_kernels: See :func:`vqkv_ext.ops.native`.
+        """
         raise NotImplementedError
 
     def empty(self, batch: int, heads: int) -> CodedArrays:
@@ -47,8 +67,8 @@ class Codec:
         """Coded arrays as attention reads them."""
         return CodedBody(code=self.code, transform=self.transform, **arrays)
 
-    def decode(self, arrays: CodedArrays, block: int = 64) -> mx.array:
-        """Coded arrays back to vectors ``[B, H, S, D]``, float32."""
+    def _decode(self, arrays: CodedArrays, block: int) -> mx.array:
+        """Coded arrays as vectors ``[B, H, S, channels]`` in the basis of the code."""
         x = reference.decode(
             arrays["codes"],
             self.code.table,
@@ -58,13 +78,22 @@ class Codec:
             arrays.get("centres"),
             arrays.get("centre_scales"),
         )
-        x = x[..., : self.width]
+        return x[..., : self.width]
+
+    def decode(self, arrays: CodedArrays, block: int = 64) -> mx.array:
+        """Coded arrays back to vectors ``[B, H, S, D]``, float32."""
+        x = self._decode(arrays, block)
         return x if self.transform is None else self.transform.inverse(x)
+
+    def bytes_per_token_in(self, block: int) -> float:
+        """Bytes one token of one KV head takes in a cache with blocks of ``block`` tokens, beyond
+        the windows; tables not included."""
+        return float(self.code.bytes_per_token(self.width))
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes one token of one KV head takes, beyond the windows; tables not included."""
-        return float(self.code.bytes_per_token(self.width))
+        """:meth:`bytes_per_token_in` the default blocks of 64."""
+        return self.bytes_per_token_in(64)
 
     def arrays(self) -> list[mx.array]:
         """Tables and transforms: what the codec itself holds."""

@@ -40,7 +40,14 @@ class ProductCodec(Codec):
         self.transform = transform
         self.code = TableCode(codebook.astype(mx.float16).astype(mx.float32), stride=8)
 
-    def encode(self, x: mx.array, *, use_metal_kernels: bool | None = None) -> CodedArrays:
+    def encode(
+        self,
+        x: mx.array,
+        *,
+        block: int = 64,
+        frozen: CodedArrays | None = None,
+        use_metal_kernels: bool | None = None,
+    ) -> CodedArrays:
         basis = x if self.transform is None else self.transform.forward(x)
         table = self.code.table
         if table.shape[:2] == (1, 1):

@@ -2,6 +2,7 @@
 plain mlx: see ``use_metal_kernels`` in :func:`native`."""
 
 from .attention import attention
+from .hadamard import hadamard, hadamard_quantize
 from .native import native
 from .qjl import qjl_encode, qjl_inner_product
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
@@ -12,6 +13,8 @@ __all__ = [
     "dequantize_scalar",
     "dequantize_vq",
     "fake_quantize_vq",
+    "hadamard",
+    "hadamard_quantize",
     "native",
     "pack_bits",
     "qjl_encode",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .attention import attention, attention_primitive, decode, visible_tokens
+from .hadamard import hadamard, hadamard_quantize
 from .qjl import qjl_encode, qjl_inner_product, qjl_inner_product_primitive
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
@@ -19,6 +20,8 @@ __all__ = [
     "dequantize_scalar",
     "dequantize_vq",
     "fake_quantize_vq",
+    "hadamard",
+    "hadamard_quantize",
     "pack_bits",
     "qjl_encode",
     "qjl_inner_product",

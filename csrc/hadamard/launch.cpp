@@ -1,0 +1,42 @@
+#include "hadamard/op.h"
+#include "hadamard/primitive.h"
+
+namespace vqkv {
+namespace {
+constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
+}
+
+std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
+                                    const mx::array& out, bool inverse) {
+  auto p = hadamard_params(x.shape(), x.dtype(), signs.shape(), out.dtype(), inverse);
+  Launch l;
+  l.kernel = "hadamard_" + std::to_string(x.shape(-1));
+  l.inputs = {x, signs};
+  l.outputs = {out};
+  l.set_params(p);
+  l.grid = {groups(p.rows, kSimdgroups), 1, 1};
+  l.threads = 32 * kSimdgroups;
+  return {l};
+}
+
+std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
+                                             const std::vector<mx::array>& out,
+                                             const HadamardCode& code) {
+  const bool frozen = in.size() > 3;
+  const auto& x = in[0];
+  auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
+  Launch l;
+  l.kernel = std::string(code.block ? "hadamard_quantize_blocks_" : "hadamard_quantize_") +
+             std::to_string(x.shape(-1));
+  l.inputs = in;
+  if (!code.block && !frozen) {
+    l.inputs.insert(l.inputs.end(), 2, in[2]);  // in place of the centres, not read
+  }
+  l.outputs = out;
+  l.set_params(p);
+  l.grid = {groups(p.rows, code.block ? code.block : kSimdgroups), 1, 1};
+  l.threads = 32 * kSimdgroups;
+  return {l};
+}
+
+}  // namespace vqkv

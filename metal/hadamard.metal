@@ -1,0 +1,37 @@
+#include "hadamard.h"
+
+#define HADAMARD(D, M)                                                 \
+  instantiate_kernel("hadamard_" #D, hadamard, D, M)                   \
+  instantiate_kernel("hadamard_quantize_" #D, hadamard_quantize, D, M) \
+  instantiate_kernel("hadamard_quantize_blocks_" #D, hadamard_quantize_blocks, D, M)
+
+HADAMARD(1, 1)
+HADAMARD(2, 1)
+HADAMARD(4, 1)
+HADAMARD(8, 1)
+HADAMARD(16, 1)
+HADAMARD(32, 1)
+HADAMARD(64, 1)
+HADAMARD(128, 1)
+HADAMARD(256, 1)
+HADAMARD(512, 1)
+HADAMARD(1024, 1)
+HADAMARD(12, 12)
+HADAMARD(24, 12)
+HADAMARD(48, 12)
+HADAMARD(96, 12)
+HADAMARD(192, 12)
+HADAMARD(384, 12)
+HADAMARD(768, 12)
+HADAMARD(20, 20)
+HADAMARD(40, 20)
+HADAMARD(80, 20)
+HADAMARD(160, 20)
+HADAMARD(320, 20)
+HADAMARD(640, 20)
+HADAMARD(28, 28)
+HADAMARD(56, 28)
+HADAMARD(112, 28)
+HADAMARD(224, 28)
+HADAMARD(448, 28)
+HADAMARD(896, 28)

@@ -1,0 +1,99 @@
+"""Codecs by name, for any head dimension: the methods that need no calibration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .base import Codec
+from .half import HalfCodec
+from .lloyd_max import residual, sphere
+from .qjl import QJLCodec
+from .scalar import PairCodec, ScalarCodec
+
+DEFAULT = "centred-4bit"
+
+
+def _levels(bits: int, width: int) -> mx.array:
+    return mx.array(sphere(bits, width))
+
+
+def _turboquant(name: str, width: int, bits: int, side: str) -> Codec:
+    return ScalarCodec(name, width, bits, _levels(bits, width), seed=_SEEDS[side])
+
+
+def _centred(name: str, width: int, bits: int, side: str) -> Codec:
+    levels = _levels(bits, width)
+    # equal norms gave the lowest KL of the four scales once keys are centred, least squares before
+    return ScalarCodec(
+        name,
+        width,
+        bits,
+        levels,
+        scale="matched",
+        centred=side == "key",
+        seed=_SEEDS[side],
+    )
+
+
+def _residual(name: str, width: int, bits: int, side: str) -> Codec:
+    levels = mx.array(residual(bits // 2, bits // 2))
+    return ScalarCodec(name, width, bits, levels, seed=_SEEDS[side])
+
+
+def _product(name: str, width: int, bits: int, side: str) -> Codec:
+    if side == "value":
+        return _turboquant(name, width, bits, side)
+    levels = _levels(bits - 1, width)
+    first = ScalarCodec(name, width, bits - 1, levels, scale="norm", seed=_SEEDS[side])
+    return PairCodec(name, first, seed=_SEEDS["residual"])
+
+
+def _qjl(name: str, width: int, bits: int, side: str) -> Codec:
+    if side == "value":
+        return _turboquant(name, width, bits, side)
+    return QJLCodec(name, width, bits * width, seed=_SEEDS[side])
+
+
+_SEEDS = {"key": 1, "value": 2, "residual": 3}
+
+_FAMILIES: dict[str, tuple[Callable[[str, int, int, str], Codec], tuple[int, ...]]] = {
+    "turboquant": (_turboquant, (1, 2, 3, 4)),
+    "turboquant-rvq": (_residual, (2, 4)),
+    "turboquant-prod": (_product, (2, 3, 4)),
+    "qjl": (_qjl, (1, 2, 4)),
+    "centred": (_centred, (2, 3, 4)),
+}
+
+PRESETS: tuple[str, ...] = (
+    *(f"{family}-{b}bit" for family, (_, bits) in _FAMILIES.items() for b in bits),
+    "none",
+)
+"""Names that :func:`codec` takes."""
+
+
+def codec(name: str, width: int, side: str) -> Codec:
+    """The codec of a preset for keys or values.
+
+    Args:
+        name: One of :data:`PRESETS`.
+        width: Head dimension.
+        side: ``"key"`` or ``"value"``. Methods that code keys only (QJL, the sketched residual of
+            TurboQuant-Prod) take TurboQuant of the same size for values.
+
+    Raises:
+        ValueError: An unknown name, or a head dimension the method cannot take.
+    """
+    if side not in ("key", "value"):
+        raise ValueError(f"[codec] side must be 'key' or 'value', but got {side!r}.")
+    if name == "none":
+        return HalfCodec(width)
+    found = re.fullmatch(r"([a-z-]+)-(\d+)bit", name)
+    family = _FAMILIES.get(found[1]) if found else None
+    if family is None or int(found[2]) not in family[1]:
+        raise ValueError(
+            f"[codec] the preset must be one of {', '.join(PRESETS)}, but got {name!r}."
+        )
+    return family[0](name, width, int(found[2]), side)
