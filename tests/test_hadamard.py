@@ -1,5 +1,5 @@
-"""hadamard against float64 and mx.hadamard_transform; gradients, vmap, compilation and errors of both
-ops."""
+"""hadamard against float64 and mx.hadamard_transform; gradients, vmap, compilation and errors of
+both ops."""
 
 from __future__ import annotations
 
