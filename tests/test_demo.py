@@ -19,6 +19,7 @@ from vqkv_ext.evaluation import cache_bytes, stock_cache
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import cache_bytes as counting  # noqa: E402
 import demo  # noqa: E402
+import numpy_blas  # noqa: E402
 
 SIZES = demo.Sizes(calibration=300, iterations=2, tokens=150, answer=5)
 
@@ -90,6 +91,18 @@ def test_held_bytes_counts_what_nbytes_hides():
             self.parts = [{"a": a}, (a, mx.zeros(3, mx.uint8))]
 
     assert counting.held_bytes([Hiding(), Hiding()]) == 2 * (40 + 3)
+
+
+def test_numpy_products():
+    model, ids = tiny.llama(), mx.array([tiny.ids(9)])
+    want = model(ids)
+    assert mx.abs(want).max() > 1  # and so the comparison sees something
+    numpy_blas.use_numpy(model)
+    assert type(model.model.layers[1].mlp.up_proj) is numpy_blas._Linear
+    assert type(model.model.embed_tokens) is numpy_blas._Embedding
+    assert mx.allclose(model(ids), want, atol=1e-4, rtol=1e-4)
+    model.set_dtype(mx.float16)
+    assert model(ids).dtype == mx.float16
 
 
 def test_damaged_calibration_is_fitted_again(tmp_path, show):
