@@ -240,6 +240,27 @@ def test_state_round_trip_and_deepcopy(rng):
     assert empty.empty() and empty.config.window == 8
 
 
+def test_states_and_handles_do_not_follow_the_cache(rng):
+    """Two caches from one state, and an old handle, keep what they had when either goes on."""
+    pair = codecs(rng)
+    kv, q = tokens(rng, 40), mx.array(rng.standard_normal((1, 4, 1, 64)).astype(np.float32))
+    read = lambda k, v: ops.attention(q, k.packed, v.packed, scale=0.2)  # noqa: E731
+    a = CompressedKVCache(*pair, SMALL)
+    handle = a.update_and_fetch(*kv)
+    first = np.array(read(*handle))
+    state = a.state
+    alone, b = copy.deepcopy(a), CompressedKVCache.from_state(state, *pair)
+    x, y = tokens(rng, 1), tokens(rng, 1)
+    for cache, kv_new in ((a, x), (b, y), (alone, x)):
+        cache.update_and_fetch(*kv_new)
+    assert mx.array_equal(read(*a.keys_and_values()), read(*alone.keys_and_values()))
+    a.trim(8)
+    a.update_and_fetch(*tokens(rng, 20))
+    assert np.array_equal(np.array(read(*handle)), first)
+    again = CompressedKVCache.from_state(state, *pair)
+    assert np.array_equal(np.array(read(*again.keys_and_values())), first)
+
+
 def test_bytes_are_those_of_the_arrays(rng):
     """The slope between two block-aligned capacities is the advertised size of a token."""
     config = CacheConfig()

@@ -179,7 +179,7 @@ class CompressedKVCache:
         """The tails with the new tokens in their slots; in place while there is room."""
         at, n = self._slot(self.offset), keys.shape[2]
         if self._tails is None and at == 0 and n > self._tail_capacity:
-            return keys, values
+            return mx.array(keys), mx.array(values)
         if self._tails is None:
             self._tails = tuple(
                 mx.zeros((*x.shape[:2], self._tail_capacity, x.shape[3]), x.dtype)
@@ -278,7 +278,9 @@ class CompressedKVCache:
                 arrays = self._bodies[i]
             else:  # nothing coded yet
                 arrays = codec.empty(*tail.shape[:2])
-            packed = PackedKV(codec.body(arrays), tail, layout)
+            # appending updates the cache's own array objects in place: hand out others
+            arrays = {n: mx.array(a) for n, a in arrays.items()}
+            packed = PackedKV(codec.body(arrays), mx.array(tail), layout)
             handles.append(CompressedArray(packed, self.offset, self.config.use_metal_kernels))
         return handles[0], handles[1]
 
@@ -368,8 +370,8 @@ class CompressedKVCache:
         c = self.config
         bodies = self._bodies or ({}, {})
         return (
-            tuple(self._tails or (None, None)),
-            tuple(tuple(b.get(name) for name in _ARRAYS) for b in bodies),
+            tuple(_own(t) for t in self._tails or (None, None)),
+            tuple(tuple(_own(b.get(name)) for name in _ARRAYS) for b in bodies),
             (self.offset, self._coded, self._tail_start),
             (c.sink_tokens, c.window, c.block),
             self.fingerprint,
@@ -383,10 +385,12 @@ class CompressedKVCache:
                 f"[CompressedKVCache] the state must be of codec {self.fingerprint!r}, but got one "
                 f"of {fingerprint!r}."
             )
-        present = [{n: a for n, a in zip(_ARRAYS, b, strict=True) if _given(a)} for b in bodies]
+        present = [
+            {n: _own(a) for n, a in zip(_ARRAYS, b, strict=True) if _given(a)} for b in bodies
+        ]
         sinks, window, block = (int(x) for x in spans)
         self.config = CacheConfig(sinks, window, block, self.config.use_metal_kernels)
-        self._tails = (tails[0], tails[1]) if _given(tails[0]) else None
+        self._tails = (_own(tails[0]), _own(tails[1])) if _given(tails[0]) else None
         self._bodies = (present[0], present[1]) if present[0] else None
         self.offset, self._coded, self._tail_start = (int(x) for x in counts)
 
@@ -416,6 +420,11 @@ class CompressedKVCache:
         if self._bodies is not None:
             new._bodies = tuple({n: mx.array(a) for n, a in b.items()} for b in self._bodies)
         return new
+
+
+def _own(a: mx.array | None) -> mx.array | None:
+    """The same contents as an object that no one else updates in place."""
+    return None if a is None else mx.array(a)
 
 
 def _given(a: mx.array | None) -> bool:
