@@ -241,6 +241,12 @@ def test_array_masks_and_sinks_in_plain_mlx(rng):
     mask = mx.arange(n - 3, n)[:, None] >= mx.arange(n)[None]
     causal = ops.attention(*args, scale=0.2, mask="causal")
     assert mx.allclose(ops.attention(*args, scale=0.2, mask=mask), causal, atol=1e-5)
+    deep = random_case(rng, queries=200, coded=192, recent=70, grace=192)
+    both = (deep.q, deep.keys, deep.values)
+    n2 = deep.lengths[0]
+    square = mx.arange(n2 - 200, n2)[:, None] >= mx.arange(n2)[None]
+    want = ops.attention(*both, scale=0.2, mask="causal")
+    assert mx.allclose(ops.attention(*both, scale=0.2, mask=square), want, atol=1e-5)
     additive = mx.where(mask, 0.0, -mx.inf)
     assert mx.allclose(ops.attention(*args, scale=0.2, mask=additive), causal, atol=1e-5)
     none = mx.zeros((3, n), mx.bool_)

@@ -62,6 +62,7 @@ def visible_tokens(
     window: int,
     block: int,
     causal: bool,
+    masked: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Who reads what: masks over body tokens ``[B, L, S]`` and tail slots ``[B, L, T]`` (bool), and
     the logical positions of the body ``[B, S]`` and of the tail ``[B, T]`` (int32)."""
@@ -70,7 +71,9 @@ def visible_tokens(
     coded = mx.clip(coded, 0, body)
     seen = length - queries + mx.arange(1, queries + 1) if causal else length
     seen = mx.broadcast_to(seen, (layout.shape[0], queries))
-    beyond = mx.maximum(seen - sink_tokens - window, 0) // block * block
+    # under an array mask a query may see any token, but reads as codes what it reads by itself
+    own = length - queries + mx.arange(1, queries + 1) if masked else seen
+    beyond = mx.maximum(own - sink_tokens - window, 0) // block * block
     boundary = sink_tokens + mx.minimum(coded, mx.maximum(start - sink_tokens, beyond))
 
     seen, boundary = seen[..., None], boundary[..., None]
@@ -117,7 +120,7 @@ def attention(
     batch, heads, queries, _ = q.shape
     kv_heads, body, tail = keys.shape[1], keys.shape[2], k_tail.shape[2]
     in_body, in_tail, body_at, tail_at = visible_tokens(
-        layout, queries, body, tail, sink_tokens, window, block, causal
+        layout, queries, body, tail, sink_tokens, window, block, causal, mask is not None
     )
     grouped = lambda x: x.astype(mx.float32).reshape(batch, kv_heads, -1, *x.shape[2:])  # noqa: E731
     over_heads = lambda x: mx.expand_dims(x, 2)  # noqa: E731
