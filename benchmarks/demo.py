@@ -28,6 +28,7 @@ import mlx.nn as nn
 import mlx_lm
 from cache_bytes import MakeCache, fill, held_bytes, random_codecs
 from numpy_blas import use_numpy, worthwhile
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,19 +47,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 from fetch_smollm2 import cache_dir, fetch
 
-DEFAULT_PRESETS = ("vecinfer-4bit", "vecinfer-2bit")
+PRESETS = sorted(vecinfer.PRESETS, reverse=True)  # the largest first
 LENGTHS = (256, 512, 1024, 2048, 4096, 6144, 8192)
 CHUNK = 64  # tokens per forward pass, and so how often a bar moves
-# Longer than the windows that stay uncompressed, with the facts asked for at its beginning.
+# Longer than the windows that stay uncompressed, with facts at its beginning.
 QUESTION = """\
+Summarize this text in two sentences.
+
 The town library closed in 1931. Its last librarian, Ada Finch, moved the oldest books to a room \
 above the bakery, where the ovens kept the paper dry. For sixteen years children came up the back \
 stairs on Saturday mornings, bought a warm roll for a penny, and read until noon. When the new \
 library opened in 1947, the baker refused to give back one book, a history of bread that he had by \
 then almost learned by heart. The town council voted to let him keep it, and it is still on a \
-shelf behind the counter.
-
-Where did Ada Finch move the oldest books, and what kept them dry?"""
+shelf behind the counter."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def show_answers(
             for name, make in caches.items()
         }
     table = Table(
-        title=f"Question: {QUESTION.splitlines()[-1]}",
+        title=f"Question: {QUESTION.splitlines()[0]}",
         caption="so short a text is mostly within the windows that stay uncompressed",
         show_lines=True,
     )
@@ -272,35 +273,31 @@ def show_continuation(
         texts.add_row(name, escape(g.text))
     console.print(texts)
 
-    context = found[plain].context
-    table = Table(title=f"The caches after it, {context} tokens, and their agreement with {plain}")
-    table.add_column("cache")
-    for column in (
-        "tokens/s", "bytes", "smaller", "bytes per\nfurther token", "smaller",
-        "KL,\nnats", "top-1", "ΔPPL",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    base = found[plain]
+    table = Table(
+        title=f"The caches after it, {found[plain].context} tokens, and agreement with {plain}",
+        caption="bytes: all arrays held, spare capacity included; KL in nats per token",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("cache", no_wrap=True)
+    for column in ("tokens/s", "bytes", "bytes per\nnext token", "KL", "top-1", "ΔPPL"):
+        table.add_column(column, justify="right", no_wrap=True)
+    base = found[plain].cache_bytes
     for name, g in found.items():
-        q = quality.get(name)
         judged = ("-", "-", "-")
-        if q is not None:
+        if (q := quality.get(name)) is not None:
             judged = (f"{q.kl:.4f}", f"{100 * q.top1:.1f} %", f"{q.delta_ppl:+.1f} %")
         table.add_row(
             name,
             f"{g.tokens_per_second:.1f}",
-            f"{g.cache_bytes:,}",
-            f"{base.cache_bytes / g.cache_bytes:.1f}x",
-            f"{slopes[name]:,.0f}",
-            f"{slopes[plain] / slopes[name]:.1f}x",
+            f"{g.cache_bytes:,}\n1/{base / g.cache_bytes:.1f}",
+            f"{slopes[name]:,.0f}\n1/{slopes[plain] / slopes[name]:.1f}",
             *judged,
         )
     console.print(table)
-    codecs = ", ".join(
-        f"{name} {sum(x.key.nbytes + x.value.nbytes for x in c.layers):,}"
-        for name, c in fitted.items()
-    )
-    console.print(f"[dim]bytes of codecs, shared by all caches of the model: {codecs}[/dim]")
+    for name, c in fitted.items():
+        held = sum(x.key.nbytes + x.value.nbytes for x in c.layers)
+        console.print(f"[dim]codecs of {name}: {held:,} bytes, shared by all its caches[/dim]")
 
 
 def measure_bytes(
@@ -328,12 +325,12 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
         f"{shape.key_dim}, on {info()['executor']}; keys, values and the uncompressed parts of all "
         f"caches are [bold]{dtype}[/bold]"
     )
-    presets = tuple(vecinfer.PRESETS) if args.all else DEFAULT_PRESETS
+    presets = PRESETS if args.all else PRESETS[:2]
     plain = f"{dtype} (mlx-lm)"
     quantized = {f"mlx-lm kv_bits={b}": lambda b=b: stock_cache(model, b) for b in (8, 4)}
 
     made = {plain: lambda: stock_cache(model), **quantized}
-    made |= {p: random_codecs(p, shape) for p in sorted(vecinfer.PRESETS, reverse=True)}
+    made |= {p: random_codecs(p, shape) for p in PRESETS}
     measured = measure_bytes(made, shape, getattr(mx, dtype), console)
     # Beyond the windows a cache grows evenly, by whole allocations at these two lengths.
     half = LENGTHS.index(LENGTHS[-1] // 2)
@@ -348,8 +345,8 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
     found, quality = run_continuation(model, tokenizer, caches, plain, sizes, console)
     show_continuation(found, quality, slopes, plain, fitted, console)
 
-    rows = {n: (LENGTHS, s) for n, s in measured.items()}
-    picture = plot_cache_bytes(rows, args.output / "cache_bytes.png")
+    lines = {n: (LENGTHS, s) for n, s in measured.items()}
+    picture = plot_cache_bytes(lines, args.output / "cache_bytes.png")
     seconds = time.perf_counter() - began
     console.print(f"picture: {picture}\ndone in {seconds:.0f} s")
     return {
@@ -379,6 +376,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Sizes]
         if args.tokens < 3:
             parser.error(f"--tokens must be at least 3, but got {args.tokens}")
         sizes["tokens"] = args.tokens
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json must be in an existing folder, but got {args.json}")
     args.folder, args.output = cache_dir(), ROOT / "demo_output"
     return args, Sizes(**sizes)
 

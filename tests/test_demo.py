@@ -121,8 +121,9 @@ def test_options():
     assert sizes == demo.Sizes()
     _, sizes = demo.parse(["--quick", "--tokens", "200"])
     assert sizes.tokens == 200 and sizes.calibration < demo.Sizes().calibration
-    with pytest.raises(SystemExit):
-        demo.parse(["--tokens", "1"])
+    for bad in (["--tokens", "1"], ["--json", "no/such/folder.json"]):
+        with pytest.raises(SystemExit):
+            demo.parse(bad)
 
 
 @pytest.mark.model
