@@ -233,16 +233,23 @@ def measure(
     return times
 
 
+def digits(x: float, decimals: int = 3) -> str:
+    return "-" if math.isnan(x) else f"{x:.{decimals if x < 100 else 0}f}"
+
+
 def show(results: dict[str, dict[str, list[float]]], sizes: list[int]) -> Table:
-    table = Table(title=f"milliseconds; {info()['executor']}, {info()['cpu_isa']}, {blas()}")
+    table = Table(
+        title=f"milliseconds, and times ours; {info()['executor']}, {info()['cpu_isa']}, {blas()}",
+        pad_edge=False,
+    )
     table.add_column("op", no_wrap=True)
-    for column in ("values", "vqkv_ext", "NumPy", "MLX", "vs NumPy", "vs MLX"):
+    for column in ("values", "ours", "NumPy", "MLX", "NumPy, x", "MLX, x"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, times in results.items():
         for i, n in enumerate(sizes):
             ours, numpy, mlx = (times[c][i] for c in ("vqkv_ext", "NumPy", "MLX"))
-            row = [f"{t:.3f}" if t == t else "-" for t in (ours, numpy, mlx)]
-            row += [f"{t / ours:.1f}x" if t == t else "-" for t in (numpy, mlx)]
+            row = [digits(t) for t in (ours, numpy, mlx)]
+            row += [digits(t / ours, 1) for t in (numpy, mlx)]
             table.add_row(name if i == 0 else "", f"{n:.0e}".replace("e+0", "e"), *row)
         table.add_section()
     return table
