@@ -243,7 +243,7 @@ def show(results: dict[str, dict[str, list[float]]], sizes: list[int]) -> Table:
         pad_edge=False,
     )
     table.add_column("op", no_wrap=True)
-    for column in ("values", "ours", "NumPy", "MLX", "NumPy, x", "MLX, x"):
+    for column in ("values", "ours", "NumPy", "MLX", "NumPy x", "MLX x"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, times in results.items():
         for i, n in enumerate(sizes):
