@@ -133,4 +133,5 @@ def test_smollm2(tmp_path, show):
     results = demo.run(args, demo.QUICK, show)
     quality = results["quality"]
     assert results["dtype"] == "float16"
-    assert quality["vecinfer-4bit"]["kl"] < 0.05 < 2 * quality["vecinfer-2bit"]["kl"]
+    assert quality["vecinfer-4bit"]["kl"] < 0.01
+    assert quality["vecinfer-4bit"]["kl"] < quality["vecinfer-2bit"]["kl"] < 0.1
