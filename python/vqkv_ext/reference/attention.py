@@ -125,8 +125,10 @@ def attention(
     grouped = lambda x: x.astype(mx.float32).reshape(batch, kv_heads, -1, *x.shape[2:])  # noqa: E731
     over_heads = lambda x: mx.expand_dims(x, 2)  # noqa: E731
 
-    s_body = scale * grouped(q_code) @ over_heads(keys).swapaxes(-1, -2)
-    s_tail = scale * grouped(q) @ over_heads(k_tail.astype(mx.float32)).swapaxes(-1, -2)
+    # garbage beyond the last token may be NaN, and 0 * NaN would not be 0, nor its gradient
+    clean = lambda x, m: mx.where(m.any(axis=1)[:, None, :, None], x.astype(mx.float32), 0.0)  # noqa: E731
+    s_body = scale * grouped(q_code) @ over_heads(clean(keys, in_body)).swapaxes(-1, -2)
+    s_tail = scale * grouped(q) @ over_heads(clean(k_tail, in_tail)).swapaxes(-1, -2)
     scores = mx.concatenate([s_body, s_tail], axis=-1).reshape(batch, heads, queries, -1)
     visible = mx.concatenate([in_body, in_tail], axis=-1)[:, None]
     if mask is not None:
@@ -149,8 +151,6 @@ def attention(
     weights = weights / mx.where(total == 0, 1.0, total)
     w = weights.reshape(batch, kv_heads, -1, queries, body + tail)
 
-    # garbage beyond the last token may be NaN, and 0 * NaN would not be 0
-    clean = lambda x, m: mx.where(m.any(axis=1)[:, None, :, None], x.astype(mx.float32), 0.0)  # noqa: E731
     o_body = w[..., :body] @ over_heads(clean(values, in_body))
     o_tail = w[..., body:] @ over_heads(clean(v_tail, in_tail))
     shape = (batch, heads, queries, v_tail.shape[-1])
