@@ -49,7 +49,8 @@ def feed(cache, kv, sizes, q=None):
 def codes(cache):
     """Everything coded so far, as bytes per token."""
     n = cache.coded_tokens
-    return [np.array(a[:, :, :n]) for b in cache._bodies or () for a in b.values()]
+    bits = lambda a: a.view(mx.uint16) if a.dtype == mx.bfloat16 else a  # noqa: E731
+    return [np.array(bits(a)[:, :, :n]) for b in cache._bodies or () for a in b.values()]
 
 
 def same(a, b):
@@ -202,7 +203,8 @@ def decoded(cache):
     ):
         parts = [tail[:, :, : min(s, n)]]
         if cache.coded_tokens:
-            parts.append(codec.decode(body)[:, :, : cache.coded_tokens])
+            whole = codec.decode(body, cache.config.block)
+            parts.append(whole[:, :, : cache.coded_tokens])
         if n > boundary:
             parts.append(tail[:, :, s + boundary - start : s + n - start])
         out.append(mx.concatenate([p.astype(mx.float32) for p in parts], axis=2))

@@ -20,7 +20,7 @@ from mlx_lm.models import cache as stock
 
 from .. import ops
 from ..cache import CacheConfig, CompressedArray, CompressedKVCache
-from ..codecs import Calibration
+from ..codecs import Calibration, presets
 from ..codecs.calibration import ModelShape
 from ..codecs.vecinfer import PRESETS
 
@@ -116,6 +116,14 @@ def model_shape(model: nn.Module) -> ModelShape:
     return ModelShape(kind, len(caches), heads, key_dim, value_dim)
 
 
+def _enable(model: nn.Module) -> None:
+    if not enable_attention(model):
+        raise ValueError(
+            "[make_prompt_cache] the model must compute attention by mlx_lm's "
+            f"{_NAME}, but {type(model).__module__} does not bind that name."
+        )
+
+
 def make_prompt_cache(
     model: nn.Module,
     codec: Calibration | str | Path,
@@ -126,7 +134,9 @@ def make_prompt_cache(
 
     Args:
         model: An mlx_lm model whose layers all use a plain KVCache.
-        codec: A :class:`Calibration`, or the path of a calibration file.
+        codec: The name of a preset that needs no calibration, such as ``"centred-4bit"`` (see
+            :data:`vqkv_ext.codecs.presets.PRESETS`), a :class:`Calibration`, or the path of a
+            calibration file.
         config: Which tokens stay uncompressed; by default 4 sinks and a window of 64.
 
     Returns:
@@ -135,6 +145,12 @@ def make_prompt_cache(
     Raises:
         ValueError: The model cannot be served, or the calibration is of another model.
     """
+    if isinstance(codec, str) and codec in presets.PRESETS:
+        shape = model_shape(model)
+        _enable(model)
+        key = presets.codec(codec, shape.key_dim, "key")
+        value = presets.codec(codec, shape.value_dim, "value")
+        return [CompressedKVCache(key, value, config) for _ in range(shape.layers)]
     if isinstance(codec, str) and codec in PRESETS:
         raise ValueError(
             f"[make_prompt_cache] {codec} must be calibrated: run `vqkv calibrate MODEL TEXT "
@@ -142,9 +158,5 @@ def make_prompt_cache(
         )
     calibration = codec if isinstance(codec, Calibration) else Calibration.load(codec)
     calibration.check(model_shape(model))
-    if not enable_attention(model):
-        raise ValueError(
-            "[make_prompt_cache] the model must compute attention by mlx_lm's "
-            f"{_NAME}, but {type(model).__module__} does not bind that name."
-        )
+    _enable(model)
     return [CompressedKVCache(c.key, c.value, config) for c in calibration.layers]

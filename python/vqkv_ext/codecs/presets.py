@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 
 from .base import Codec
 from .half import HalfCodec
@@ -17,7 +18,7 @@ DEFAULT = "centred-4bit"
 
 
 def _levels(bits: int, width: int) -> mx.array:
-    return mx.array(sphere(bits, width))
+    return mx.array(sphere(bits, width).astype(np.float32))
 
 
 def _turboquant(name: str, width: int, bits: int, side: str) -> Codec:
@@ -39,7 +40,8 @@ def _centred(name: str, width: int, bits: int, side: str) -> Codec:
 
 
 def _residual(name: str, width: int, bits: int, side: str) -> Codec:
-    levels = mx.array(residual(bits // 2, bits // 2))
+    first, second = residual(bits // 2, bits // 2)
+    levels = mx.array(np.sort(np.add.outer(first, second).ravel()).astype(np.float32))
     return ScalarCodec(name, width, bits, levels, seed=_SEEDS[side])
 
 
@@ -96,4 +98,6 @@ def codec(name: str, width: int, side: str) -> Codec:
         raise ValueError(
             f"[codec] the preset must be one of {', '.join(PRESETS)}, but got {name!r}."
         )
+    if width < 8:
+        raise ValueError(f"[{name}] head_dim must be at least 8, but got {width}.")
     return family[0](name, width, int(found[2]), side)
