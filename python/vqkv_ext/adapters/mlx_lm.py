@@ -116,7 +116,8 @@ def model_shape(model: nn.Module) -> ModelShape:
     return ModelShape(kind, len(caches), heads, key_dim, value_dim)
 
 
-def _enable(model: nn.Module) -> None:
+def enable_or_refuse(model: nn.Module) -> None:
+    """:func:`enable_attention`, or ValueError where there is nothing to enable."""
     if not enable_attention(model):
         raise ValueError(
             "[make_prompt_cache] the model must compute attention by mlx_lm's "
@@ -147,7 +148,7 @@ def make_prompt_cache(
     """
     if isinstance(codec, str) and codec in presets.PRESETS:
         shape = model_shape(model)
-        _enable(model)
+        enable_or_refuse(model)
         key = presets.codec(codec, shape.key_dim, "key")
         value = presets.codec(codec, shape.value_dim, "value")
         return [CompressedKVCache(key, value, config) for _ in range(shape.layers)]
@@ -158,5 +159,5 @@ def make_prompt_cache(
         )
     calibration = codec if isinstance(codec, Calibration) else Calibration.load(codec)
     calibration.check(model_shape(model))
-    _enable(model)
+    enable_or_refuse(model)
     return [CompressedKVCache(c.key, c.value, config) for c in calibration.layers]
