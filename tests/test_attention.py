@@ -90,6 +90,14 @@ def test_sequence_lengths(rng, coded, mask):
     check(random_case(rng, coded=coded, recent=9, sink_tokens=0), mask=mask)
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 256, 576])
+def test_splits_and_widths_in_every_dtype(rng, width, dtype):
+    kw = {"dtype": dtype, "key_width": width, "value_width": width}
+    check(random_case(rng, coded=640, heads=2, kv_heads=1, **kw))
+
+
 def test_long_context_and_long_prompt(rng):
     check(random_case(rng, coded=5000, recent=80, heads=8, kv_heads=2, sharp=3.0))
     check(random_case(rng, coded=512, recent=300, queries=200, grace=256, heads=4, kv_heads=2))

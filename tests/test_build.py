@@ -87,22 +87,6 @@ def test_amalgam_passes_the_address_space_check(amalgam, tmp_path):
     assert check.check(source, compiler)
 
 
-def test_every_kernel_runs_in_the_simulator(request):
-    """Whatever is in the kernel list was launched by the tests of this session."""
-    if not _ext.simulated():
-        pytest.skip("the executor is not the simulator")
-    if len(request.session.items) < 100:
-        pytest.skip("not a whole run")
-    import test_attention
-    import test_vq
-
-    assert test_vq and test_attention
-    missing = set(_ext.simulator_kernels()) - set(_ext.simulator_executed())
-    assert not missing
-    assert 0 < len(_ext.simulator_kernels()) < 200
-    print(len(_ext.simulator_kernels()), "kernel instantiations")
-
-
 def test_stub_is_that_of_the_module(tmp_path):
     """The committed stub says what the native module has."""
     stubgen = pytest.importorskip("nanobind.stubgen")

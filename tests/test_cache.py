@@ -260,7 +260,7 @@ def test_states_and_handles_do_not_follow_the_cache(rng):
     a.update_and_fetch(*tokens(rng, 20))
     assert np.array_equal(np.array(read(*handle)), first)
     again = CompressedKVCache.from_state(state, *pair)
-    assert np.array_equal(np.array(read(*again.keys_and_values())), first)
+    assert np.allclose(np.array(read(*again.keys_and_values())), first, atol=1e-6)
 
 
 def test_bytes_are_those_of_the_arrays(rng):

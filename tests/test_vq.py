@@ -43,14 +43,14 @@ def test_shared_codebook(rng, poison, dtype, dims):
 @pytest.mark.sim
 @pytest.mark.parametrize("rows", [257, 4096])
 @pytest.mark.parametrize("dims", [2, 8])
-def test_wide_codes(rng, rows, dims):
-    x, book = random(rng, (67, 2 * dims)), random(rng, (rows, dims))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_codes(rng, rows, dims, dtype):
+    x, book = random(rng, (67, 2 * dims), dtype), random(rng, (rows, dims), dtype)
     codes = ops.quantize_vq(x, book)
     assert codes.dtype == mx.uint16
     check_codes(x, book, codes)
-    assert np.array_equal(
-        np.array(ops.dequantize_vq(codes, book)), np.array(book)[np.array(codes)].reshape(67, -1)
-    )
+    rows_of = f64(book)[np.array(codes).astype(int)].reshape(67, -1)
+    assert np.array_equal(f64(ops.dequantize_vq(codes, book)), rows_of)
 
 
 @pytest.mark.sim
