@@ -143,10 +143,25 @@ def test_bad_files(tmp_path):
         ({"version": "99"}, "version 99|version '99'"),
         ({"preset": "vecinfer-9bit"}, "known preset"),
         ({"shape": "{}"}, "damaged"),
+        ({"tokens": "many"}, "damaged.*many"),
     ):
         mx.save_safetensors(str(path), arrays, meta | change)
         with pytest.raises(ValueError, match=message):
             Calibration.load(path)
+    for name, change, message in (
+        ("key.codebook", lambda x: x[..., :3], r"key.codebook must be .*\(2, 1, 256, 4\)"),
+        ("value.codebook", lambda x: x + mx.inf, "value.codebook must be finite"),
+        ("key.smooth", lambda x: x[:1], r"key.smooth must be .*\(2, 64\)"),
+        ("key.smooth", lambda x: x - x.max(), "key.smooth must be positive"),
+    ):
+        name = f"layers.1.{name}"
+        mx.save_safetensors(str(path), arrays | {name: change(arrays[name])}, meta)
+        with pytest.raises(ValueError, match=f"damaged: {message}"):
+            Calibration.load(path)
+    no_preset = {n: x for n, x in meta.items() if n != "preset"}
+    mx.save_safetensors(str(path), arrays, no_preset)
+    with pytest.raises(ValueError, match="known preset.*but got ''"):
+        Calibration.load(path)
     del arrays["layers.1.value.codebook"]
     mx.save_safetensors(str(path), arrays, meta)
     with pytest.raises(ValueError, match="damaged.*layers.1.value.codebook"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -65,6 +67,19 @@ def test_write_up_fields(rng, model):
     assert names(KVCacheFactory.create(with_values)) == ("vecinfer-2bit", "vecinfer-2bit")
 
 
+def test_write_up_fields_of_twelve_bits(rng):
+    book = rng.standard_normal((4096, 8))
+    config = KVCacheConfig(
+        method="vecinfer", head_dim=64, key_sub_dim=8, value_sub_dim=8, key_codebook_bits=12,
+        value_codebook_bits=12, key_codebook=book, value_codebook=book,
+    )  # fmt: skip
+    cache = KVCacheFactory.create(config)
+    assert names(cache) == ("vecinfer-1.5bit", "vecinfer-1.5bit")
+    assert cache.key_codec.bytes_per_token == cache.value_codec.bytes_per_token == 12
+    with pytest.raises(ValueError, match=r"must be \[256, 8\].*but got shape \(4096, 8\)"):
+        KVCacheFactory.create(replace(config, key_codebook_bits=8))
+
+
 @pytest.mark.parametrize("method", ["turboquant", "turboquant-rvq", "centred", "qjl"])
 def test_methods_by_name(method):
     cache = KVCacheFactory.create(KVCacheConfig(method=method, head_dim=128, bits=2))
@@ -88,7 +103,7 @@ def test_layers_may_differ(model):
         ({"method": "kivi"}, "method must be one of vecinfer"),
         ({"method": "qjl", "key": "none"}, "must come without key and value"),
         ({"method": "vecinfer"}, "must have a key_codebook"),
-        ({"method": "vecinfer", "key_codebook_bits": 12}, "key_codebook_bits must be 8"),
+        ({"method": "vecinfer", "key_codebook_bits": 9}, "key_codebook_bits must be 8 or 12"),
         ({"window": -1}, "window must be an integer >= 0"),
     ],
 )

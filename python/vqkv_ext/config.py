@@ -35,10 +35,11 @@ class KVCacheConfig:
         head_dim: Values per key and value; needed by :meth:`KVCacheFactory.create`.
         bits: Of ``method``, other than ``"vecinfer"``.
         key_sub_dim, value_sub_dim: Values per code of VecInfer.
-        key_codebook_bits, value_codebook_bits: 8, the size of a VecInfer codebook.
+        key_codebook_bits, value_codebook_bits: 8 or 12, the size of a VecInfer codebook.
         smooth_factors: VecInfer's smoothing, ``[D]`` or ``[H, D]``.
-        key_codebook, value_codebook: ``[256, d]``, ``[G, 256, d]`` or ``[H, 1 or G, 256, d]``.
-            Without a value codebook, values are stored as ``"turboquant"`` of the same size.
+        key_codebook, value_codebook: ``[rows, d]``, ``[G, rows, d]`` or ``[H, 1 or G, rows, d]``
+            with ``2**codebook_bits`` rows. Without a value codebook, values are stored as
+            ``"turboquant"`` of the same size.
     """
 
     key: str | Codec | None = None
@@ -70,9 +71,9 @@ class KVCacheConfig:
                 "[KVCacheConfig] method must come without key and value, but got both."
             )
         for name in ("key_codebook_bits", "value_codebook_bits"):
-            if self.method == "vecinfer" and getattr(self, name) != 8:
+            if self.method == "vecinfer" and getattr(self, name) not in (8, 12):
                 raise ValueError(
-                    f"[KVCacheConfig] {name} must be 8, but got {getattr(self, name)!r}."
+                    f"[KVCacheConfig] {name} must be 8 or 12, but got {getattr(self, name)!r}."
                 )
         if self.method == "vecinfer" and self.key_codebook is None:
             raise ValueError(
@@ -120,21 +121,23 @@ class KVCacheConfig:
         if factors.ndim < 2:
             factors = np.broadcast_to(factors, (1, key_width)).copy()
         basis = SmoothedHadamard(mx.array(factors))
-        name = f"vecinfer-{8 / self.key_sub_dim:g}bit"
-        key = ProductCodec(name, key_width, _book(self.key_codebook, self.key_sub_dim), basis)
+        bits = self.key_codebook_bits
+        book = _book(self.key_codebook, bits, self.key_sub_dim)
+        key = ProductCodec(f"vecinfer-{bits / self.key_sub_dim:g}bit", key_width, book, basis)
+        bits = self.value_codebook_bits
         if self.value_codebook is None:
-            bits = 8 // self.value_sub_dim
-            return key, codec(f"turboquant-{bits}bit", value_width, "value")
-        name = f"vecinfer-{8 / self.value_sub_dim:g}bit"
-        return key, ProductCodec(name, value_width, _book(self.value_codebook, self.value_sub_dim))
+            size = max(1, bits // self.value_sub_dim)
+            return key, codec(f"turboquant-{size}bit", value_width, "value")
+        book = _book(self.value_codebook, bits, self.value_sub_dim)
+        return key, ProductCodec(f"vecinfer-{bits / self.value_sub_dim:g}bit", value_width, book)
 
 
-def _book(codebook: mx.array | np.ndarray | None, dims: int) -> mx.array:
-    book = mx.array(codebook)
-    if book.ndim not in (2, 3, 4) or book.shape[-1] != dims:
+def _book(codebook: mx.array | np.ndarray | None, bits: int, dims: int) -> mx.array:
+    book, rows = mx.array(codebook), 1 << bits
+    if book.ndim not in (2, 3, 4) or book.shape[-2:] != (rows, dims):
         raise ValueError(
-            f"[KVCacheConfig] a codebook must be [256, {dims}], [G, 256, {dims}] or "
-            f"[H, 1 or G, 256, {dims}], but got shape {book.shape}."
+            f"[KVCacheConfig] a codebook must be [{rows}, {dims}], [G, {rows}, {dims}] or "
+            f"[H, 1 or G, {rows}, {dims}], but got shape {book.shape}."
         )
     return book.reshape(*(1,) * (4 - book.ndim), *book.shape)
 

@@ -124,7 +124,7 @@ class Calibration:
                 f"[Calibration] {path} must have format {FORMAT!r} version {VERSION}, but got "
                 f"{metadata.get('format')!r} version {metadata.get('version')!r}."
             )
-        preset = metadata["preset"]
+        preset = metadata.get("preset", "")
         spec = vecinfer.PRESETS.get(preset)
         if spec is None:
             raise ValueError(
@@ -134,18 +134,37 @@ class Calibration:
         try:
             shape = ModelShape(**json.loads(metadata["shape"]))
             layers = [
-                LayerCodecs(
-                    *vecinfer.build(
-                        spec,
-                        arrays[f"layers.{i}.key.smooth"],
-                        arrays[f"layers.{i}.key.codebook"],
-                        arrays[f"layers.{i}.value.codebook"],
-                        shape.key_dim,
-                        shape.value_dim,
-                    )
-                )
+                _layer(spec, shape, *(arrays[f"layers.{i}.{name}"] for name in _LAYER))
                 for i in range(shape.layers)
             ]
-        except (KeyError, TypeError, json.JSONDecodeError) as e:
-            raise ValueError(f"[Calibration] {path} is damaged: {e!r} is missing or wrong.") from e
-        return cls(preset, shape, layers, int(metadata.get("tokens", 0)))
+            tokens = int(metadata["tokens"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"[Calibration] {path} is damaged: {e}.") from e
+        return cls(preset, shape, layers, tokens)
+
+
+_LAYER = ("key.smooth", "key.codebook", "value.codebook")
+
+
+def _layer(
+    spec: vecinfer.VecInferSpec,
+    shape: ModelShape,
+    smooth: mx.array,
+    key_codebook: mx.array,
+    value_codebook: mx.array,
+) -> LayerCodecs:
+    rows = 1 << spec.codebook_bits
+    heads = shape.kv_heads if spec.per_head else 1
+    for name, x, want in (
+        (_LAYER[0], smooth, (shape.kv_heads, shape.key_dim)),
+        (_LAYER[1], key_codebook, (heads, 1, rows, spec.key_dims)),
+        (_LAYER[2], value_codebook, (heads, 1, rows, spec.value_dims)),
+    ):
+        if x.shape != want or not mx.isfinite(x).all():
+            raise ValueError(f"{name} must be finite of shape {want}, but got shape {x.shape}")
+    if not (smooth > 0).all():
+        raise ValueError(f"{_LAYER[0]} must be positive, but its least value is {smooth.min()}")
+    pair = vecinfer.build(
+        spec, smooth, key_codebook, value_codebook, shape.key_dim, shape.value_dim
+    )
+    return LayerCodecs(*pair)

@@ -13,16 +13,20 @@ from .transforms import SmoothedHadamard, has_hadamard
 
 @dataclass(frozen=True)
 class VecInferSpec:
-    """A size of VecInfer: one byte for every ``key_dims`` values of a key and ``value_dims`` of a
-    value."""
+    """A size of VecInfer: one code of ``codebook_bits`` (8 or 12) for every ``key_dims`` values of
+    a key and ``value_dims`` of a value; codebooks for each KV head, or for each layer only."""
 
     name: str
     key_dims: int
     value_dims: int
+    codebook_bits: int = 8
+    per_head: bool = True
 
 
 PRESETS: dict[str, VecInferSpec] = {
     "vecinfer-1bit": VecInferSpec("vecinfer-1bit", 8, 8),
+    # 4096 rows need the samples of all heads
+    "vecinfer-1.5bit": VecInferSpec("vecinfer-1.5bit", 8, 8, codebook_bits=12, per_head=False),
     "vecinfer-2bit": VecInferSpec("vecinfer-2bit", 4, 4),
     "vecinfer-4bit": VecInferSpec("vecinfer-4bit", 2, 2),
 }
@@ -41,11 +45,10 @@ def smoothing(keys: mx.array) -> mx.array:
     return mx.where(top > 0, mx.sqrt(top), 1.0)
 
 
-def _codebook(x: mx.array, dims: int, iterations: int, seed: int) -> mx.array:
-    """One codebook per head from ``[H, N, D]``: ``[H, 1, 256, dims]``."""
-    heads = x.shape[0]
-    book = kmeans(x.reshape(heads, -1, dims), 256, iterations=iterations, seed=seed)
-    return book[:, None]
+def _codebook(spec: VecInferSpec, x: mx.array, dims: int, iterations: int, seed: int) -> mx.array:
+    """Codebooks ``[H or 1, 1, rows, dims]`` from ``[H, N, D]``."""
+    problems = x.reshape(x.shape[0] if spec.per_head else 1, -1, dims)
+    return kmeans(problems, 1 << spec.codebook_bits, iterations=iterations, seed=seed)[:, None]
 
 
 def fit(
@@ -67,8 +70,8 @@ def fit(
     smooth = smoothing(keys)
     basis = SmoothedHadamard(smooth)
     rotated = basis.forward(keys[None])[0]
-    key_book = _codebook(rotated, spec.key_dims, iterations, seed)
-    value_book = _codebook(values.astype(mx.float32), spec.value_dims, iterations, seed)
+    key_book = _codebook(spec, rotated, spec.key_dims, iterations, seed)
+    value_book = _codebook(spec, values.astype(mx.float32), spec.value_dims, iterations, seed)
     return build(spec, smooth, key_book, value_book, keys.shape[-1], values.shape[-1])
 
 
