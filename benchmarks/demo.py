@@ -1,8 +1,9 @@
 """SmolLM2-135M with mlx_lm's KV cache and with compressed ones: texts, speed, bytes, quality.
 
-`make demo` runs this; on two CPU cores it takes about three minutes. The first run downloads the
-model (93 MB) and calibrates the codecs on a text that the package ships; later runs reuse both.
-Cache sizes are the bytes of all arrays that a cache object holds, spare capacity included.
+`make demo` runs this; on two CPU cores it takes about five minutes. The first run downloads the
+model (93 MB) and calibrates VecInfer on a text that the package ships; later runs reuse both.
+A few caches write texts; the last table judges every preset. Cache sizes are the bytes of all
+arrays that a cache object holds, spare capacity included.
 """
 # ruff: noqa: E402
 
@@ -13,8 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,30 +26,29 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from cache_bytes import MakeCache, fill, held_bytes, random_codecs
-from numpy_blas import use_numpy, worthwhile
-from rich import box
+from cache_bytes import MakeCache, held_bytes, per_token
+from quality import PRESETS, compressed, count_bytes, multiple, show_quality, suitable
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
+from smollm2 import CHUNK, calibrations, load
+from stages import stage
 
-from vqkv_ext import __version__, info
-from vqkv_ext.adapters.calibrate import collect, fit_layers
-from vqkv_ext.adapters.gguf import chat_prompt, load_gguf
-from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
-from vqkv_ext.codecs import Calibration, vecinfer
-from vqkv_ext.codecs.calibration import ModelShape
-from vqkv_ext.evaluation import Quality, calibration_text, compare, stock_cache
+from vqkv_ext import info
+from vqkv_ext.adapters.gguf import chat_prompt
+from vqkv_ext.adapters.mlx_lm import model_shape
+from vqkv_ext.codecs import vecinfer
+from vqkv_ext.evaluation import Quality, compare, stock_cache
 from vqkv_ext.plotting import plot_cache_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from fetch_smollm2 import cache_dir, fetch
+from fetch_smollm2 import cache_dir
 
-PRESETS = sorted(vecinfer.PRESETS, reverse=True)  # the largest first
+WRITING = ("centred-4bit", "centred-2bit", "vecinfer-2bit")  # besides mlx_lm's own cache
+DRAWN = ("mlx-lm kv_bits=8", "mlx-lm kv_bits=4", *WRITING, "vecinfer-1bit")
 LENGTHS = (256, 512, 1024, 2048, 4096, 6144, 8192)
-CHUNK = 64  # tokens per forward pass, and so how often a bar moves
 # Longer than the windows that stay uncompressed, with facts at its beginning.
 QUESTION = """\
 Summarize this text in two sentences.
@@ -67,7 +66,7 @@ class Sizes:
     """How much the demo does: tokens, and rounds of k-means."""
 
     calibration: int = 2048
-    iterations: int = 20
+    iterations: int = 12
     tokens: int = 512
     answer: int = 48
 
@@ -86,80 +85,11 @@ class Generated:
     cache_bytes: int
 
 
-@contextmanager
-def stage(console: Console, what: str) -> Iterator[Progress]:
-    """Bars for one part of the demo, and a line with its time once it is over."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    began = time.perf_counter()
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        yield bars
-    console.print(f"[dim]{what}: {time.perf_counter() - began:.1f} s[/dim]")
-
-
-def load(path: str | None, console: Console) -> tuple[nn.Module, Any, str]:
-    """Model, tokenizer and a name for files."""
-    if path is None:
-        with console.status("fetching SmolLM2-135M-Instruct (93 MB, once)"):
-            path = str(fetch())
-    with console.status(f"loading {path}"):
-        if path.endswith(".gguf"):
-            # 16-bit parameters make 16-bit keys and values, the usual cache. MLX's CPU multiplies
-            # quantised weights of 16 bits 60 times slower than expanded ones; GPUs do not.
-            on_cpu = mx.default_device().type == mx.DeviceType.cpu
-            model, tokenizer = load_gguf(path, dtype=mx.float16, dequantize=on_cpu)
-        else:
-            model, tokenizer = mlx_lm.load(path)[:2]
-    if worthwhile():
-        use_numpy(model)
-        console.print(
-            "[dim]This machine has no GPU for MLX: to save minutes the model multiplies its dense "
-            "weights by NumPy. Caches and attention are MLX.[/dim]"
-        )
-    return model, tokenizer, Path(path).name.removesuffix(".gguf")
-
-
 def cache_dtype(model: nn.Module) -> str:
     """Type of the model's keys and values, read off its own cache after one token."""
     cache = stock_cache(model)
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
     return str(cache[0].keys.dtype).removeprefix("mlx.core.")
-
-
-def calibrations(
-    model: nn.Module, tokenizer: Any, presets: Sequence[str], sizes: Sizes, name: str, folder: Path,
-    console: Console,
-) -> dict[str, Calibration]:  # fmt: skip
-    """One per preset, from an earlier run where there is one; all share one pass over the text."""
-    shape = model_shape(model)
-    ids = tokenizer.encode(calibration_text())[: sizes.calibration]
-    key = f"{len(ids)}t-{sizes.iterations}i-{__version__}.safetensors"
-    fitted, missing = {}, []
-    for preset in presets:
-        path = folder / f"{name}-{preset}-{key}"
-        try:
-            fitted[preset] = Calibration.load(path)
-            fitted[preset].check(shape)
-            console.print(f"[dim]{preset}: calibration of an earlier run[/dim]")
-        except (FileNotFoundError, ValueError):  # none, or not of this version or model
-            missing.append((preset, path))
-    if missing:
-        folder.mkdir(parents=True, exist_ok=True)
-        with stage(console, f"calibrated on {len(ids)} tokens") as bars:
-            task = bars.add_task("reading the calibration text", total=len(ids))
-            read = collect(
-                model, ids, chunk=CHUNK, progress=lambda n, _: bars.update(task, completed=n)
-            )
-            for preset, path in missing:
-                task = bars.add_task(f"fitting {preset}, layers", total=shape.layers)
-                fitted[preset] = fit_layers(
-                    shape,
-                    read,
-                    preset,
-                    iterations=sizes.iterations,
-                    progress=lambda n, _, task=task: bars.update(task, completed=n),
-                )
-                fitted[preset].save(path)
-    return {preset: fitted[preset] for preset in presets}
 
 
 def generate(
@@ -227,11 +157,11 @@ def show_answers(
     return found
 
 
-def run_continuation(
-    model: nn.Module, tokenizer: Any, caches: dict[str, MakeCache], plain: str, sizes: Sizes,
-    console: Console,
+def compare_and_continue(
+    model: nn.Module, tokenizer: Any, caches: dict[str, MakeCache], plain: str,
+    writing: Sequence[str], sizes: Sizes, console: Console,
 ) -> tuple[dict[str, Generated], dict[str, Quality]]:  # fmt: skip
-    """Run a text through all caches side by side, then let each continue from where it stands."""
+    """Run a text through all caches side by side, then let some continue from where they stand."""
     text = (ROOT / "benchmarks" / "texts" / "electronic_texts.txt").read_text(encoding="utf-8")
     ids = tokenizer.encode(text)[: sizes.tokens]
     kept: dict[str, list[Any]] = {}
@@ -248,7 +178,7 @@ def run_continuation(
         quality = compare(
             model,
             ids[:-1],  # the last one starts the continuation
-            {name: keep(name) for name in caches if name != plain},
+            {n: keep(n) if n in writing else make for n, make in caches.items() if n != plain},
             chunk=CHUNK,
             reference=keep(plain),
             progress=lambda done, _: bars.update(task, completed=done),
@@ -256,63 +186,16 @@ def run_continuation(
     with stage(console, f"continued it by {sizes.answer} tokens") as bars:
         found = {
             name: generate(model, tokenizer, kept[name], ids[-1:], sizes.answer, bars, name)
-            for name in caches
+            for name in writing
         }
-    return found, quality
-
-
-def show_continuation(
-    found: dict[str, Generated], quality: dict[str, Quality], slopes: dict[str, float], plain: str,
-    fitted: dict[str, Calibration], console: Console,
-) -> None:  # fmt: skip
-    """The texts, and what they cost."""
-    texts = Table(title="Continuations", show_lines=True)
-    texts.add_column("cache")
-    texts.add_column("text", ratio=1)
+    table = Table(title="Continuations of a text", show_lines=True)
+    table.add_column("cache")
+    table.add_column("text", ratio=1)
+    table.add_column("tokens/s", justify="right")
     for name, g in found.items():
-        texts.add_row(name, escape(g.text))
-    console.print(texts)
-
-    table = Table(
-        title=f"The caches after it, {found[plain].context} tokens, and agreement with {plain}",
-        caption="bytes: all arrays held, spare capacity included; KL in nats per token",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("cache", no_wrap=True)
-    for column in ("tokens/s", "bytes", "bytes per\nnext token", "KL", "top-1", "ΔPPL"):
-        table.add_column(column, justify="right", no_wrap=True)
-    base = found[plain].cache_bytes
-    for name, g in found.items():
-        judged = ("-", "-", "-")
-        if (q := quality.get(name)) is not None:
-            judged = (f"{q.kl:.4f}", f"{100 * q.top1:.1f} %", f"{q.delta_ppl:+.1f} %")
-        table.add_row(
-            name,
-            f"{g.tokens_per_second:.1f}",
-            f"{g.cache_bytes:,}\n1/{base / g.cache_bytes:.1f}",
-            f"{slopes[name]:,.0f}\n1/{slopes[plain] / slopes[name]:.1f}",
-            *judged,
-        )
+        table.add_row(name, escape(g.text), f"{g.tokens_per_second:.1f}")
     console.print(table)
-    for name, c in fitted.items():
-        held = sum(x.key.nbytes + x.value.nbytes for x in c.layers)
-        console.print(f"[dim]codecs of {name}: {held:,} bytes, shared by all its caches[/dim]")
-
-
-def measure_bytes(
-    caches: dict[str, MakeCache], shape: ModelShape, dtype: mx.Dtype, console: Console
-) -> dict[str, list[int]]:
-    """Bytes of each cache at each of ``LENGTHS``."""
-    with stage(console, f"filled caches with up to {LENGTHS[-1]} random tokens") as bars:
-        sizes = {}
-        for name, make in caches.items():
-            task = bars.add_task(f"{name}, tokens", total=LENGTHS[-1])
-            sizes[name] = fill(
-                make(), shape, dtype, LENGTHS,
-                progress=lambda n, task=task: bars.update(task, completed=n),
-            )  # fmt: skip
-    return sizes
+    return found, quality
 
 
 def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, Any]:
@@ -325,27 +208,25 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
         f"{shape.key_dim}, on {info()['executor']}; keys, values and the uncompressed parts of all "
         f"caches are [bold]{dtype}[/bold]"
     )
-    presets = PRESETS if args.all else PRESETS[:2]
+    names, refused = suitable(PRESETS, shape)
+    fitted = calibrations(
+        model, tokenizer, [n for n in names if n in vecinfer.PRESETS], sizes.calibration,
+        sizes.iterations, name, args.folder, console,
+    )  # fmt: skip
     plain = f"{dtype} (mlx-lm)"
-    quantized = {f"mlx-lm kv_bits={b}": lambda b=b: stock_cache(model, b) for b in (8, 4)}
+    caches = {plain: lambda: stock_cache(model), **compressed(model, names, fitted)}
+    measured = count_bytes(caches, shape, getattr(mx, dtype), LENGTHS, console)
+    slopes = {n: per_token(LENGTHS, s) for n, s in measured.items()}
 
-    made = {plain: lambda: stock_cache(model), **quantized}
-    made |= {p: random_codecs(p, shape) for p in PRESETS}
-    measured = measure_bytes(made, shape, getattr(mx, dtype), console)
-    # Beyond the windows a cache grows evenly, by whole allocations at these two lengths.
-    half = LENGTHS.index(LENGTHS[-1] // 2)
-    slopes = {n: (s[-1] - s[half]) / (LENGTHS[-1] - LENGTHS[half]) for n, s in measured.items()}
+    writing = [plain, *(n for n in WRITING if n in caches)]
+    answers = show_answers(model, tokenizer, {n: caches[n] for n in writing}, sizes, console)
+    found, quality = compare_and_continue(model, tokenizer, caches, plain, writing, sizes, console)
+    one = next(iter(quality.values()))
+    held = {plain: one.reference_bytes, **{n: q.cache_bytes for n, q in quality.items()}}
+    title = f"Every cache after {one.positions} tokens of the text, compared with {plain}"
+    show_quality(title, quality, held, slopes, plain, refused, console)
 
-    fitted = calibrations(model, tokenizer, presets, sizes, name, args.folder, console)
-    caches: dict[str, MakeCache] = {plain: made[plain]}
-    if args.all:
-        caches["mlx-lm kv_bits=4"] = quantized["mlx-lm kv_bits=4"]
-    caches |= {p: lambda c=c: make_prompt_cache(model, c) for p, c in fitted.items()}
-    answers = show_answers(model, tokenizer, caches, sizes, console)
-    found, quality = run_continuation(model, tokenizer, caches, plain, sizes, console)
-    show_continuation(found, quality, slopes, plain, fitted, console)
-
-    lines = {n: (LENGTHS, s) for n, s in measured.items()}
+    lines = {n: (LENGTHS, measured[n]) for n in (plain, *DRAWN) if n in measured}
     picture = plot_cache_bytes(lines, args.output / "cache_bytes.png")
     seconds = time.perf_counter() - began
     console.print(f"picture: {picture}\ndone in {seconds:.0f} s")
@@ -356,7 +237,10 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
         "sizes": asdict(sizes),
         "answers": {n: asdict(g) for n, g in answers.items()},
         "continuations": {n: asdict(g) for n, g in found.items()},
-        "quality": {n: q.to_dict() for n, q in quality.items()},
+        "quality": {
+            n: {**q.to_dict(), "multiple": multiple(quality, n)} for n, q in quality.items()
+        },
+        "left_out": refused,
         "bytes_per_further_token": slopes,
         "bytes": {"lengths": LENGTHS, **measured},
         "seconds": seconds,
@@ -366,9 +250,10 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Sizes]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a .gguf file or an mlx_lm model (default: SmolLM2-135M)")
-    parser.add_argument("--all", action="store_true", help="every preset, and mlx-lm's 4 bits")
-    parser.add_argument("--quick", action="store_true", help="less of everything; worse codecs")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of the text that is continued")
+    parser.add_argument("--quick", action="store_true", help="less of everything; worse VecInfer")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="of the text that caches are judged by"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     args = parser.parse_args(argv)
     sizes = asdict(QUICK if args.quick else Sizes())

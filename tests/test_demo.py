@@ -1,4 +1,5 @@
-"""benchmarks/demo.py on a tiny model, so that it cannot rot; the real one is marked `model`."""
+"""benchmarks/{demo,quality,cache_bytes}.py on a tiny model, so that they cannot rot; the real one
+is marked `model`."""
 
 from __future__ import annotations
 
@@ -14,12 +15,17 @@ from rich.console import Console
 import tiny
 from test_cli import save_model
 from vqkv_ext.adapters.mlx_lm import model_shape
+from vqkv_ext.cache import CompressedKVCache
+from vqkv_ext.codecs import vecinfer
+from vqkv_ext.codecs.calibration import ModelShape
 from vqkv_ext.evaluation import cache_bytes, stock_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import cache_bytes as counting  # noqa: E402
 import demo  # noqa: E402
 import numpy_blas  # noqa: E402
+import quality  # noqa: E402
+import smollm2  # noqa: E402
 
 SIZES = demo.Sizes(calibration=300, iterations=2, tokens=150, answer=5)
 
@@ -35,51 +41,111 @@ def arguments(tmp_path: Path, *more: str):
     return args
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_whole_demo(tmp_path, show, monkeypatch, everything):
+def test_whole_demo(tmp_path, show, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(demo, "LENGTHS", (256, 512, 1024))
     model = save_model(tmp_path / "tiny")
-    args = arguments(tmp_path, "--model", str(model), *(["--all"] if everything else []))
+    args = arguments(tmp_path, "--model", str(model))
     results = demo.run(args, SIZES, show)
     assert json.loads(json.dumps(results, allow_nan=False))["dtype"] == "float32"
-    presets = {"vecinfer-4bit", "vecinfer-2bit"}
-    presets |= {"vecinfer-1bit", "mlx-lm kv_bits=4"} if everything else set()
-    assert set(results["quality"]) == presets
-    assert (
-        set(results["answers"]) == set(results["continuations"]) == presets | {"float32 (mlx-lm)"}
-    )
+    judged = {*quality.PRESETS, "mlx-lm kv_bits=8", "mlx-lm kv_bits=4"}
+    assert set(results["quality"]) == judged
+    assert set(results["bytes_per_further_token"]) == judged | {"float32 (mlx-lm)"}
+    assert results["quality"]["mlx-lm kv_bits=4"]["multiple"] == 1
+    writing = {"float32 (mlx-lm)", *demo.WRITING}
+    assert set(results["answers"]) == set(results["continuations"]) == writing
     for generated in results["continuations"].values():
         # the last generated token is not run
         assert generated["context"] in range(SIZES.tokens, SIZES.tokens + SIZES.answer + 1)
     assert results["continuations"]["vecinfer-2bit"]["coded_tokens"] == 64
     assert (tmp_path / "output" / "cache_bytes.png").read_bytes()[1:4] == b"PNG"
     text = show.export_text()
-    assert "ΔPPL" in text and "vecinfer-2bit" in text and "earlier run" not in text
+    assert "ΔPPL" in text and all(name in text for name in judged) and "earlier run" not in text
 
     files = {p.name: p.read_bytes() for p in args.folder.iterdir()}
-    assert len(files) == (3 if everything else 2)
+    assert len(files) == len(vecinfer.PRESETS)
     again = demo.run(args, SIZES, show)
     assert "earlier run" in show.export_text()
     assert {p.name: p.read_bytes() for p in args.folder.iterdir()} == files
     assert again["quality"]["vecinfer-2bit"]["kl"] == results["quality"]["vecinfer-2bit"]["kl"]
 
 
-def test_bytes_per_further_token(monkeypatch):
+def test_quality_script(tmp_path, show):
+    text = tmp_path / "text.txt"
+    text.write_text("It was a dark and stormy night.\n" * 9, encoding="utf-8")
+    args = quality.parse(
+        ["--model", str(save_model(tmp_path / "tiny")), "--texts", str(text), "--tokens", "150"]
+        + ["--presets", "none", "turboquant-1bit", "--json", str(tmp_path / "q.json")]
+    )
+    args.folder = tmp_path / "cache"
+    results = quality.run(args, show)
+    found = json.loads(json.dumps(results, allow_nan=False))["quality"]["text"]
+    assert set(found) == {"none", "turboquant-1bit", "mlx-lm kv_bits=8", "mlx-lm kv_bits=4"}
+    assert 10 * found["none"]["multiple"] < found["turboquant-1bit"]["multiple"]
+    lines = [line.split() for line in show.export_text().splitlines()]
+    order = ["float16", "none", "kv_bits=8", "kv_bits=4", "turboquant-1bit"]
+    rows = [name for line in lines for name in order if name in line[:2] and len(line) > 5]
+    assert rows == order  # by bytes
+
+
+def test_presets_that_do_not_fit_are_left_out(show):
+    taken, refused = quality.suitable(quality.PRESETS, ModelShape("wide", 1, 1, 256, 256))
+    assert list(refused) == ["qjl-4bit"] and "centred-4bit" in taken
+    assert set(taken) | set(refused) == set(quality.PRESETS)
+    _, narrow = quality.suitable(quality.PRESETS, ModelShape("odd", 1, 1, 72, 72))
+    assert set(narrow) == set(vecinfer.PRESETS)  # 72 = 8 * 9 has no Hadamard matrix
+    quality.show_quality("table", {}, {"p": 9}, {"p": 3.0}, "p", refused, show)
+    assert "qjl-4bit is left out: [qjl-4bit] head_dim" in show.export_text()
+
+
+@pytest.mark.parametrize("preset", quality.PRESETS)
+def test_coded_part_is_the_formula(preset):
+    """The arrays of a cache beyond its windows, which alone do not grow with the text."""
+    shape = ModelShape("one head", 1, 1, 128, 128)
+    codecs = counting.any_codecs(preset, shape)
+    each = sum(c.bytes_per_token for c in codecs)
+    cache = CompressedKVCache(*codecs)
+    windows = (4 + 64 + 2 * 64 + 8) * 512
+    lengths = (1024, 4096, 32768)
+    sizes = counting.fill([cache], shape, mx.float16, lengths)
+    assert sizes[-1] == cache.nbytes
+    for tokens, held in zip(lengths, sizes, strict=True):
+        assert held - windows == pytest.approx(each * tokens, rel=0.01)
+
+
+def test_table_of_bytes(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cache_bytes.py", "--presets", "turboquant-2bit", "qjl-1bit"])
+    counting.main()
+    float16, _, _, two, one = capsys.readouterr().out.splitlines()[2:]
+    assert float16.startswith("| float16 | 512 | 524,288 (1.0x) |")
+    # 32 bytes of codes and a scale of 2, keys and values; 204 places in the windows
+    assert two.startswith(f"| `turboquant-2bit` | 68 | {204 * 512 + 68 * 1024:,} (3.0x) |")
+    assert one.startswith("| `qjl-1bit` | 36 |")
+    for bad in ("1000", "2048 1024"):
+        monkeypatch.setattr(sys, "argv", ["cache_bytes.py", "--lengths", *bad.split()])
+        with pytest.raises(SystemExit):
+            counting.main()
+
+
+def test_bytes_per_further_token():
     """Against sizes by hand: 2 layers, 2 heads of 64, keys and values."""
-    shape = model_shape(tiny.llama())
-    values = 2 * 2 * 2 * 64
-    for make, each in (
-        (lambda: stock_cache(tiny.llama()), 2 * values),
-        (lambda: stock_cache(tiny.llama(), 8), values * 8.5 / 8),
-        (lambda: stock_cache(tiny.llama(), 4), values * 4.5 / 8),
-        (counting.random_codecs("vecinfer-4bit", shape), values / 2),
-        (counting.random_codecs("vecinfer-1bit", shape), values / 8),
-    ):
-        cache = make()
-        sizes = counting.fill(cache, shape, mx.float16, (4096, 8192))
-        assert sizes[1] == cache_bytes(cache)  # what the caches report is what they hold
-        assert (sizes[1] - sizes[0]) / 4096 == each
+    model = tiny.llama()
+    shape, values = model_shape(model), 2 * 2 * 2 * 64
+    fitted = {"vecinfer-1bit": tiny.calibration(preset="vecinfer-1bit")}
+    names = ["vecinfer-1bit", "turboquant-2bit"]
+    caches = {"float16": lambda: stock_cache(model), **quality.compressed(model, names, fitted)}
+    lengths = (4096, 8192)
+    sizes = quality.count_bytes(caches, shape, mx.float16, lengths, Console(quiet=True))
+    assert {n: counting.per_token(lengths, s) for n, s in sizes.items()} == {
+        "float16": 2 * values,
+        "mlx-lm kv_bits=8": values * 8.5 / 8,
+        "mlx-lm kv_bits=4": values * 4.5 / 8,
+        "vecinfer-1bit": values / 8,
+        "turboquant-2bit": values / 4 + 2 * 2 * 2 * 2,
+    }
+    whole = caches["turboquant-2bit"]()
+    assert counting.fill(whole, shape, mx.float16, lengths) == sizes["turboquant-2bit"]
+    assert cache_bytes(whole) == sizes["turboquant-2bit"][-1]  # caches report what they hold
 
 
 def test_held_bytes_counts_what_nbytes_hides():
@@ -107,12 +173,12 @@ def test_numpy_products():
 
 def test_damaged_calibration_is_fitted_again(tmp_path, show):
     model = save_model(tmp_path / "tiny")
-    loaded, tokenizer, name = demo.load(str(model), show)
-    made = (loaded, tokenizer, ["vecinfer-2bit"], SIZES, name, tmp_path, show)
-    first = demo.calibrations(*made)["vecinfer-2bit"]
+    loaded, tokenizer, name = smollm2.load(str(model), show)
+    made = (loaded, tokenizer, ["vecinfer-2bit"], 300, 2, name, tmp_path, show)
+    first = smollm2.calibrations(*made)["vecinfer-2bit"]
     (path,) = tmp_path.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:1000])
-    second = demo.calibrations(*made)["vecinfer-2bit"]
+    second = smollm2.calibrations(*made)["vecinfer-2bit"]
     assert second.layers[0].key.fingerprint == first.layers[0].key.fingerprint
 
 
@@ -122,8 +188,9 @@ def test_options():
     _, sizes = demo.parse(["--quick", "--tokens", "200"])
     assert sizes.tokens == 200 and sizes.calibration < demo.Sizes().calibration
     for bad in (["--tokens", "1"], ["--json", "no/such/folder.json"]):
-        with pytest.raises(SystemExit):
-            demo.parse(bad)
+        for script in (demo, quality):
+            with pytest.raises(SystemExit):
+                script.parse(bad)
 
 
 @pytest.mark.model
@@ -131,7 +198,7 @@ def test_options():
 def test_smollm2(tmp_path, show):
     args = arguments(tmp_path, "--quick", "--model", os.environ["VQKV_SMOLLM2"])
     results = demo.run(args, demo.QUICK, show)
-    quality = results["quality"]
+    found = results["quality"]
     assert results["dtype"] == "float16"
-    assert quality["vecinfer-4bit"]["kl"] < 0.01
-    assert quality["vecinfer-4bit"]["kl"] < quality["vecinfer-2bit"]["kl"] < 0.1
+    assert found["vecinfer-4bit"]["kl"] < 0.01 and found["centred-4bit"]["kl"] < 0.01
+    assert found["vecinfer-4bit"]["kl"] < found["vecinfer-2bit"]["kl"] < 0.1

@@ -1,0 +1,220 @@
+"""How much each preset changes SmolLM2-135M's predictions, and how many bytes it takes.
+
+A text goes through the model in chunks, once with mlx_lm's own cache and once with each compressed
+one, and the distributions over the next token are compared (`vqkv_ext.evaluation`). KL and top-1 in
+the README are what this prints.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Before anything imports NumPy, for numpy_blas.py: threads that wait for each other by spinning
+# make small products 20 times slower when another program wants the same cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import mlx.core as mx
+import mlx.nn as nn
+from cache_bytes import MakeCache, fill, per_token
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from smollm2 import CHUNK, calibrations, load
+from stages import stage
+
+from vqkv_ext import info
+from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
+from vqkv_ext.codecs import Calibration, presets, vecinfer
+from vqkv_ext.codecs.calibration import ModelShape
+from vqkv_ext.evaluation import Quality, compare, stock_cache
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from fetch_smollm2 import cache_dir
+
+PRESETS = (*presets.PRESETS, *vecinfer.PRESETS)
+YARDSTICK = "mlx-lm kv_bits=4"
+TEXTS = [ROOT / "benchmarks" / "texts" / f"{n}.txt" for n in ("persuasion", "electronic_texts")]
+
+
+def suitable(names: Sequence[str], shape: ModelShape) -> tuple[list[str], dict[str, str]]:
+    """The presets that take the model's head dimensions, and why the others do not."""
+    taken, refused = [], {}
+    for name in names:
+        try:
+            if name in vecinfer.PRESETS:
+                vecinfer.check_width(vecinfer.PRESETS[name], shape.key_dim, shape.value_dim)
+            else:
+                presets.codec(name, shape.key_dim, "key")
+                presets.codec(name, shape.value_dim, "value")
+            taken.append(name)
+        except ValueError as error:
+            refused[name] = str(error)
+    return taken, refused
+
+
+def compressed(
+    model: nn.Module, names: Sequence[str], fitted: Mapping[str, Calibration]
+) -> dict[str, MakeCache]:
+    """Makes mlx_lm's quantised caches and those of the presets."""
+    caches = {f"mlx-lm kv_bits={b}": partial(stock_cache, model, b) for b in (8, 4)}
+    return caches | {n: partial(make_prompt_cache, model, fitted.get(n, n)) for n in names}
+
+
+def count_bytes(
+    caches: Mapping[str, MakeCache], shape: ModelShape, dtype: mx.Dtype, lengths: Sequence[int],
+    console: Console,
+) -> dict[str, list[int]]:  # fmt: skip
+    """Bytes of each cache at each of the lengths. All layers are alike, so one is filled."""
+    with stage(console, f"filled caches with up to {lengths[-1]} random tokens") as bars:
+        task = bars.add_task("caches", total=len(caches))
+        sizes = {}
+        for name, make in caches.items():
+            sizes[name] = [s * shape.layers for s in fill(make()[:1], shape, dtype, lengths)]
+            bars.advance(task)
+    return sizes
+
+
+def multiple(quality: Mapping[str, Quality], name: str) -> float:
+    """KL as a multiple of that of mlx_lm's 4 bits, which says more than KL from text to text."""
+    return quality[name].kl / quality[YARDSTICK].kl
+
+
+def show_quality(
+    title: str, quality: Mapping[str, Quality], held: Mapping[str, int],
+    slopes: Mapping[str, float], plain: str, refused: Mapping[str, str], console: Console,
+) -> None:  # fmt: skip
+    """One row for each cache, the largest first.
+
+    Args:
+        title: Of the table.
+        quality: Of the caches other than ``plain``.
+        held: Bytes of all caches after the text.
+        slopes: Bytes that one more token takes.
+        plain: The reference among them.
+        refused: Presets left out, and why.
+        console: Where to print.
+    """
+    table = Table(
+        title=title,
+        caption="bytes: all arrays held, spare capacity included; KL in nats per token, and as a "
+        f"multiple of that of {YARDSTICK}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("cache", no_wrap=True)
+    for column in ("bytes", "each further\ntoken", "", "KL", "multiple", "top-1", "ΔPPL"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in sorted(held, key=lambda n: (-slopes[n], n != plain, -held[n])):
+        judged = ("-",) * 4
+        if (q := quality.get(name)) is not None:
+            judged = (
+                f"{q.kl:.4f}",
+                f"{multiple(quality, name):.3f}",
+                f"{100 * q.top1:.1f} %",
+                f"{q.delta_ppl:+.1f} %",
+            )
+        table.add_row(
+            name,
+            f"{held[name]:,}",
+            f"{slopes[name]:,.0f}",
+            f"1/{slopes[plain] / slopes[name]:.1f}",
+            *judged,
+        )
+    console.print(table)
+    for name, why in refused.items():
+        console.print(f"{name} is left out: {escape(why)}")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Evaluate and print; returns what ``--json`` writes."""
+    model, tokenizer, name = load(args.model, console, getattr(mx, args.dtype))
+    shape = model_shape(model)
+    names, refused = suitable(args.presets, shape)
+    fitted = calibrations(
+        model, tokenizer, [n for n in names if n in vecinfer.PRESETS], args.calibration,
+        args.iterations, f"{name}-{args.dtype}", args.folder, console,
+    )  # fmt: skip
+    caches = compressed(model, names, fitted)
+    plain, lengths = "float16 (mlx-lm)", (args.tokens, 4096, 8192)
+    everything = {plain: lambda: stock_cache(model), **caches}
+    # The size of a cache in use, whatever type this evaluation computes in.
+    sizes = count_bytes(everything, shape, mx.float16, lengths, console)
+    slopes = {n: per_token(lengths, s) for n, s in sizes.items()}
+
+    found: dict[str, dict[str, Quality]] = {}
+    for path in args.texts:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8"))[: args.tokens]
+        with stage(console, f"{path.stem}: {len(ids)} tokens") as bars:
+            task = bars.add_task(f"{path.stem} through {len(caches)} caches", total=len(ids))
+            found[path.stem] = compare(
+                model, ids, caches, chunk=CHUNK,
+                progress=lambda n, _, task=task: bars.update(task, completed=n),
+            )  # fmt: skip
+        show_quality(
+            f"{path.stem}: {len(ids)} tokens in chunks of {CHUNK}, model in {args.dtype}, bytes of "
+            "float16 caches",
+            found[path.stem], {n: s[0] for n, s in sizes.items()}, slopes, plain, refused, console,
+        )  # fmt: skip
+    return {
+        "info": info(),
+        "model": name,
+        "dtype": args.dtype,
+        "tokens": args.tokens,
+        "calibration": {"tokens": args.calibration, "iterations": args.iterations},
+        "left_out": refused,
+        "bytes_per_further_token": slopes,
+        "quality": {
+            text: {n: {**q.to_dict(), "multiple": multiple(qs, n)} for n, q in qs.items()}
+            for text, qs in found.items()
+        },
+    }
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, metavar="NAME", default=PRESETS)
+    parser.add_argument("--texts", nargs="+", type=Path, metavar="FILE", default=TEXTS)
+    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="of each text")
+    parser.add_argument("--model", help="a .gguf file or an mlx_lm model")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "float16", "bfloat16"],
+        help="of the parameters of a .gguf model",
+    )  # fmt: skip
+    parser.add_argument("--calibration", type=int, default=2048, metavar="N", help="tokens")
+    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="of k-means")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
+    args = parser.parse_args(argv)
+    if not 2 <= args.tokens < 4096:
+        parser.error(f"--tokens must be 2 to 4095, but got {args.tokens}")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json must be in an existing folder, but got {args.json}")
+    args.folder = cache_dir()
+    return args
+
+
+def main() -> int:
+    args = parse()
+    try:
+        results = run(args, Console())
+    except (RuntimeError, OSError) as error:  # no network, no such model or text
+        print(error, file=sys.stderr)
+        return 1
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
