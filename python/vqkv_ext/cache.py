@@ -279,8 +279,8 @@ class CompressedKVCache:
             else:  # nothing coded yet
                 arrays = codec.empty(*tail.shape[:2])
             # appending updates the cache's own array objects in place: hand out others
-            arrays = {n: mx.array(a) for n, a in arrays.items()}
-            packed = PackedKV(codec.body(arrays), mx.array(tail), layout)
+            arrays = {n: a[...] for n, a in arrays.items()}
+            packed = PackedKV(codec.body(arrays), tail[...], layout)
             handles.append(CompressedArray(packed, self.offset, self.config.use_metal_kernels))
         return handles[0], handles[1]
 
@@ -416,15 +416,15 @@ class CompressedKVCache:
         new = type(self)(self.key_codec, self.value_codec, self.config)
         new.offset, new._coded, new._tail_start = self.offset, self._coded, self._tail_start
         if self._tails is not None:
-            new._tails = tuple(mx.array(t) for t in self._tails)
+            new._tails = tuple(_own(t) for t in self._tails)
         if self._bodies is not None:
-            new._bodies = tuple({n: mx.array(a) for n, a in b.items()} for b in self._bodies)
+            new._bodies = tuple({n: _own(a) for n, a in b.items()} for b in self._bodies)
         return new
 
 
 def _own(a: mx.array | None) -> mx.array | None:
-    """The same contents as an object that no one else updates in place."""
-    return None if a is None else mx.array(a)
+    """The same contents as an object that no one else updates in place, without a copy."""
+    return None if a is None else a[...]
 
 
 def _given(a: mx.array | None) -> bool:

@@ -23,6 +23,7 @@ class RandomHadamard:
 
     def __init__(self, width: int, seed: int = 0):
         self.signs = random_signs(width, seed)
+        self.diagonal = self.signs[None]
 
     def forward(self, x: mx.array) -> mx.array:
         return hadamard(x.astype(mx.float32) * self.signs)

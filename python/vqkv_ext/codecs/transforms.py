@@ -46,7 +46,8 @@ class SmoothedHadamard:
                 "[SmoothedHadamard] head_dim must be 2^k * m with m in {1, 12, 20, 28}, "
                 f"but got {width}."
             )
-        self.smooth = smooth.astype(mx.float32)[:, None]  # [H or 1, 1, D]
+        self.diagonal = smooth.astype(mx.float32)
+        self.smooth = self.diagonal[:, None]  # [H or 1, 1, D]
 
     def forward(self, x: mx.array) -> mx.array:
         return hadamard(x.astype(mx.float32) / self.smooth)
