@@ -61,13 +61,20 @@ void check_coded(const char* side, const Coded& c, int width, const mx::array& t
   }
 }
 
+/** Row-major, without a node in the graph where that is known already. */
+mx::array contiguous(const mx::array& a, mx::Stream s) {
+  return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
+}
+
+mx::array contiguous_f32(const mx::array& a, mx::Stream s) {
+  return contiguous(mx::astype(a, mx::float32, s), s);
+}
+
 void push_coded(std::vector<mx::array>& inputs, const Coded& c, mx::Stream s) {
-  auto codes = mx::contiguous(c.codes, false, s);
-  auto given = [&](const std::optional<mx::array>& a) {
-    return a ? mx::contiguous(*a, false, s) : codes;
-  };
+  auto codes = contiguous(c.codes, s);
+  auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : codes; };
   inputs.push_back(codes);
-  inputs.push_back(mx::contiguous(mx::astype(c.table, mx::float32, s), false, s));
+  inputs.push_back(contiguous_f32(c.table, s));
   inputs.push_back(given(c.scales));
   inputs.push_back(given(c.centres));
   inputs.push_back(given(c.centre_scales));
@@ -202,23 +209,21 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
                      o.sinks.has_value(),
                      o.key_diagonal.has_value(),
                      o.value_diagonal.has_value()};
-  auto f32 = [&](const mx::array& a) {
-    return mx::contiguous(mx::astype(a, mx::float32, s), false, s);
-  };
-  const auto rows_in_order = mx::contiguous(layout, false, s);
-  std::vector<mx::array> in{
-      mx::contiguous(q, false, s), o.key_diagonal ? mx::contiguous(q, false, s) : f32(q_code),
-      rows_in_order, mx::contiguous(k_tail, false, s), mx::contiguous(v_tail, false, s)};
+  const auto query = contiguous(q, s), rows_in_order = contiguous(layout, s);
+  std::vector<mx::array> in{query, q_code_ || !o.key_diagonal ? contiguous_f32(q_code, s) : query,
+                            rows_in_order, contiguous(k_tail, s), contiguous(v_tail, s)};
   push_coded(in, keys, s);
-  const auto& pair = keys.pair ? *keys.pair : keys;
-  auto pair_codes = mx::contiguous(pair.codes, false, s);
-  in.push_back(pair_codes);
-  in.push_back(mx::contiguous(mx::astype(pair.table, mx::float32, s), false, s));
-  in.push_back(pair.scales ? mx::contiguous(*pair.scales, false, s) : pair_codes);
+  if (keys.pair) {
+    std::vector<mx::array> pair;
+    push_coded(pair, *keys.pair, s);
+    in.insert(in.end(), pair.begin(), pair.begin() + 3);
+  } else {
+    in.insert(in.end(), 3, in[kKeyCodes]);
+  }
   push_coded(in, values, s);
   in.push_back(o.mask ? four_axes(*o.mask, s) : rows_in_order);
   for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
-    in.push_back(*a ? f32(**a) : rows_in_order);
+    in.push_back(*a ? contiguous_f32(**a, s) : rows_in_order);
   }
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(s, spec);
