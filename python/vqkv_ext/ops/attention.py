@@ -74,6 +74,7 @@ def attention(
         raise ValueError("[attention] keys and values must share one Layout, but got two.")
     if native(use_metal_kernels, "attention"):
         return _native(q, keys, values, scale, mask, sinks)
+    _native(q, keys, values, scale, mask, sinks)  # checks the arguments; never evaluated
     _log.debug("attention: plain mlx")
     return _plain(q, keys, values, scale, mask, sinks)
 

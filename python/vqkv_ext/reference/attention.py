@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .hadamard import hadamard
-
+from .hadamard import hadamard, over_heads
 
 HIDDEN = -1e30
 """An additive mask of this or less hides a token."""
@@ -194,7 +193,7 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
     keys, values = side("key", inputs[5:10]), side("value", inputs[13:18])
     mask, sinks, key_diagonal, value_diagonal = inputs[18:22]
     if scalars["key_turned"]:
-        q_code = _over_heads(q, key_diagonal, inverse=False)
+        q_code = over_heads(hadamard, q, key_diagonal)
     channels = q_code.shape[-1]
     if scalars["pair_stride"]:
         own = q.shape[-1]
@@ -222,11 +221,5 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
     )
     if not turned:
         return out
-    return [(_over_heads(out[0], value_diagonal, inverse=True) + out[1]).astype(q.dtype)]
-
-
-def _over_heads(x: mx.array, diagonal: mx.array, *, inverse: bool) -> mx.array:
-    """``[B, Hq, L, D]`` through a Hadamard basis of ``[1 or Hkv, D]``, float32."""
-    grouped = mx.unflatten(x, 1, (diagonal.shape[0], -1))
-    turned = hadamard(mx.flatten(grouped, 2, 3), diagonal, inverse=inverse)
-    return turned.reshape(x.shape)
+    code, tail = out
+    return [(over_heads(hadamard, code, value_diagonal, inverse=True) + tail).astype(q.dtype)]
