@@ -143,9 +143,12 @@ def test_refusals():
     for name, width, message in (
         ("turboquant-5bit", 64, "the preset must be one of"),
         ("centred", 64, "the preset must be one of"),
-        ("turboquant-prod-3bit", 68, "head_dim must be a multiple of 8, but got 68"),
+        ("turboquant-04bit", 64, "the preset must be one of"),
+        ("turboquant-prod-3bit", 68, "head_dim must be a multiple of 8 up to 288, but got 68"),
+        ("turboquant-prod-3bit", 296, "head_dim must be a multiple of 8 up to 288, but got 296"),
         ("qjl-4bit", 256, "multiple of 8 up to 576, but got 1024"),
-        ("turboquant-1bit", 1, "head_dim must be at least 8, but got 1"),
+        ("turboquant-1bit", 1, "head_dim must be 8 to 576, but got 1"),
+        ("none", 640, "head_dim must be 8 to 576, but got 640"),
     ):
         with pytest.raises(ValueError, match=message):
             codec(name, width, "key")

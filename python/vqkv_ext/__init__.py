@@ -15,6 +15,22 @@ if mx.__version__ != _built_for:
 
 from . import ops  # noqa: E402
 from .info import info  # noqa: E402
+from .named import (  # noqa: E402
+    QJLKVCache,
+    TurboQuantKVCache,
+    TurboQuantProdKVCache,
+    TurboQuantRVQKVCache,
+    VecInferKVCache,
+)
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "info", "ops"]
+__all__ = [
+    "QJLKVCache",
+    "TurboQuantKVCache",
+    "TurboQuantProdKVCache",
+    "TurboQuantRVQKVCache",
+    "VecInferKVCache",
+    "__version__",
+    "info",
+    "ops",
+]

@@ -7,6 +7,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
+MAX_CHANNELS = 576
+"""Values of a key or value, and channels of a key's code, that the attention kernels hold."""
+
 
 class Transform(Protocol):
     """A linear change of basis between vectors and codes. Attention is linear in it, so it acts on

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
+from ..packed import MAX_CHANNELS
 from .base import Codec
 from .half import HalfCodec
 from .lloyd_max import residual, sphere
@@ -69,8 +69,11 @@ _FAMILIES: dict[str, tuple[Callable[[str, int, int, str], Codec], tuple[int, ...
     "centred": (_centred, (2, 3, 4)),
 }
 
+BITS: dict[str, tuple[int, ...]] = {family: bits for family, (_, bits) in _FAMILIES.items()}
+"""Total bits per value that each method offers."""
+
 PRESETS: tuple[str, ...] = (
-    *(f"{family}-{b}bit" for family, (_, bits) in _FAMILIES.items() for b in bits),
+    *(f"{family}-{b}bit" for family, bits in BITS.items() for b in bits),
     "none",
 )
 """Names that :func:`codec` takes."""
@@ -90,14 +93,13 @@ def codec(name: str, width: int, side: str) -> Codec:
     """
     if side not in ("key", "value"):
         raise ValueError(f"[codec] side must be 'key' or 'value', but got {side!r}.")
-    if name == "none":
-        return HalfCodec(width)
-    found = re.fullmatch(r"([a-z-]+)-(\d+)bit", name)
-    family = _FAMILIES.get(found[1]) if found else None
-    if family is None or int(found[2]) not in family[1]:
+    if name not in PRESETS:
         raise ValueError(
             f"[codec] the preset must be one of {', '.join(PRESETS)}, but got {name!r}."
         )
-    if width < 8:
-        raise ValueError(f"[{name}] head_dim must be at least 8, but got {width}.")
-    return family[0](name, width, int(found[2]), side)
+    if not 8 <= width <= MAX_CHANNELS:
+        raise ValueError(f"[{name}] head_dim must be 8 to {MAX_CHANNELS}, but got {width}.")
+    if name == "none":
+        return HalfCodec(width)
+    family, size = name.removesuffix("bit").rsplit("-", 1)
+    return _FAMILIES[family][0](name, width, int(size), side)

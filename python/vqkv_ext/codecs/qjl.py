@@ -7,11 +7,9 @@ import math
 import mlx.core as mx
 
 from .. import ops
-from ..packed import TableCode
+from ..packed import MAX_CHANNELS, TableCode
 from .base import Codec, CodedArrays
 from .sketch import make_sketch, sign_table
-
-MAX_CHANNELS = 576  # what the attention kernel holds of a key
 
 
 class _Sketch:

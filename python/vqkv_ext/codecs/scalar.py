@@ -12,7 +12,7 @@ from typing import Literal
 import mlx.core as mx
 
 from .. import ops
-from ..packed import CodedBody, TableCode
+from ..packed import MAX_CHANNELS, CodedBody, TableCode
 from .base import Codec, CodedArrays
 from .rotations import RandomHadamard, Rotation, rotation
 from .tables import scalar_table
@@ -165,11 +165,15 @@ def _value(centres: mx.array, units: mx.array) -> mx.array:
 class PairCodec(Codec):
     """TurboQuant-Prod (arXiv 2504.19874, algorithm 2): b - 1 bits as :class:`ScalarCodec`, and the
     signs of the residual in an independent orthonormal basis with the residual's norm, which makes
-    inner products unbiased. Keys only.
+    inner products unbiased, up to a term of order 1 / D. Keys only.
 
     Args:
         first: The code of b - 1 bits.
         seed: Of the residual's basis.
+
+    Raises:
+        ValueError: Widths that are not a multiple of 8, or whose two bases together have more
+            channels than attention holds.
     """
 
     def __init__(self, name: str, first: ScalarCodec, *, seed: int = 1):
@@ -181,8 +185,11 @@ class PairCodec(Codec):
         self.code = first.code
         self.signs = mx.array([-1.0, 1.0])
         table = scalar_table(self.signs, 1)
-        if first.width % 8:
-            raise ValueError(f"[{name}] head_dim must be a multiple of 8, but got {first.width}.")
+        if first.width % 8 or 2 * first.width > MAX_CHANNELS:
+            raise ValueError(
+                f"[{name}] head_dim must be a multiple of 8 up to {MAX_CHANNELS // 2}, but got "
+                f"{first.width}."
+            )
         self.pair_code = TableCode(table, stride=8)
         self.transform = _PairBasis(first.rotation, self.second)
 
