@@ -20,7 +20,8 @@ import mlx.core as mx
 
 from . import ops
 from .codecs.base import Codec, CodedArrays
-from .packed import Layout, PackedKV, coded_tokens
+from .compressed_array import CompressedArray
+from .packed import MAX_CHANNELS, Layout, PackedKV, coded_tokens
 
 _GROWTH = 4  # blocks by which the body grows
 _PER_BLOCK = ("centres", "centre_scales")  # one entry per block; the other arrays: per token
@@ -61,34 +62,6 @@ class CacheConfig:
                 )
 
 
-class CompressedArray:
-    """Keys or values in a cache, as a model's attention receives them. It has the shape and dtype
-    of the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it."""
-
-    def __init__(self, packed: PackedKV, tokens: int, use_metal_kernels: bool | None):
-        batch, heads, _, width = packed.tail.shape
-        self.packed = packed
-        self.shape = (batch, heads, tokens, width)
-        self.ndim = 4
-        self.dtype = packed.tail.dtype
-        self.use_metal_kernels = use_metal_kernels
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "[CompressedArray] compressed keys and values must be read by vqkv_ext.ops.attention, "
-            "but got used as an array; does this model compute attention by other means than "
-            "mlx_lm's scaled_dot_product_attention?"
-        )
-
-    __getitem__ = __array__ = __matmul__ = __rmatmul__ = __add__ = __mul__ = _refuse
-    __iter__ = __len__ = __mlx__array__ = __mlx_array__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(mx.array, name):
-            self._refuse()
-        raise AttributeError(name)
-
-
 class CompressedKVCache:
     """The compressed counterpart of ``mlx_lm.models.cache.KVCache`` for one layer.
 
@@ -97,10 +70,17 @@ class CompressedKVCache:
         config: Which tokens stay uncompressed.
 
     Raises:
+        ValueError: A codec is wider than attention can read.
         RuntimeError: ``use_metal_kernels`` is True where there are none.
     """
 
     def __init__(self, key_codec: Codec, value_codec: Codec, config: CacheConfig | None = None):
+        for codec in (key_codec, value_codec):
+            if codec.width > MAX_CHANNELS:
+                raise ValueError(
+                    f"[CompressedKVCache] head_dim must be at most {MAX_CHANNELS}, but got "
+                    f"{codec.width} of {codec.name}."
+                )
         self.config = config or CacheConfig()
         ops.native(self.config.use_metal_kernels, "CompressedKVCache")
         self.key_codec = key_codec
