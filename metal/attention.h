@@ -3,74 +3,19 @@
 // width, GQA ratio and number of queries. Host side: csrc/attention/launch.cpp.
 #pragma once
 
+#include "basis.h"
+#include "coded_tokens.h"
 #include "params.h"
 #include "prelude.h"
 
 #define ATTENTION_THREADS 128
 #define ATTENTION_SIMDS 4
+#define ATTENTION_MAX_WIDTH 576
 // Stands for minus infinity and survives fast math.
 #define ATTENTION_NEVER -1.0e30f
-
-struct CodedTokens {
-  device const uchar* codes;  // of this row and head
-  device const float* table;  // of this head
-  device const bfloat* scales;
-  device const char* centres;
-  device const bfloat* centre_scales;
-};
-
-METAL_FUNC CodedTokens coded_tokens(constant CodeParams& c, device const uchar* codes,
-                                    device const float* table, device const uchar* scales,
-                                    device const uchar* centres, device const uchar* centre_scales,
-                                    long row_head, long head, long body, long blocks, long width) {
-  CodedTokens t;
-  t.codes = codes + row_head * body * c.bytes;
-  t.table = table + (c.per_head ? head : 0) * (c.per_group ? c.entries : 1) * long(c.rows) * c.dims;
-  t.scales = (device const bfloat*)scales + row_head * body;
-  t.centres = (device const char*)centres + row_head * blocks * width;
-  t.centre_scales = (device const bfloat*)centre_scales + row_head * blocks;
-  return t;
-}
-
-// `window` (at most 16) bits at `bit` of a stream of n bytes, least significant bit first.
-METAL_FUNC uint read_bits(device const uchar* stream, int n, int bit, int window) {
-  const int byte = bit >> 3;
-  uint word = stream[byte];
-  if (byte + 1 < n)
-    word |= uint(stream[byte + 1]) << 8;
-  if (byte + 2 < n)
-    word |= uint(stream[byte + 2]) << 16;
-  return (word >> (bit & 7)) & ((1u << window) - 1u);
-}
-
-// Decode tokens [first, first + KT) into rows of `tile`; tokens from `end` on become zeros, so that
-// a weight of zero never meets a NaN.
-template <int KT, int STRIDE>
-METAL_FUNC void decode_tile(threadgroup float* tile, constant CodeParams& c, CodedTokens t,
-                            int block, int first, int end, uint tid) {
-  for (int i = int(tid); i < KT * c.entries; i += ATTENTION_THREADS) {
-    const int k = i / c.entries, e = i % c.entries;
-    const long token = first + k;
-    threadgroup float* o = tile + k * STRIDE + e * c.dims;
-    if (token >= end) {
-      for (int j = 0; j < c.dims; j++)
-        o[j] = 0.0f;
-      continue;
-    }
-    const uint code = read_bits(t.codes + token * c.bytes, c.bytes, c.stride * e, c.window);
-    device const float* row = t.table + ((c.per_group ? long(e) * c.rows : 0) + code) * c.dims;
-    const float scale = c.scaled ? float(t.scales[token]) : 1.0f;
-    const long at = token / block;
-    const float unit = c.centred ? float(t.centre_scales[at]) : 0.0f;
-    for (int j = 0; j < c.dims; j++) {
-      float v = row[j] * scale;
-      if (c.centred) {
-        v = metal::fma(float(t.centres[at * c.entries * c.dims + e * c.dims + j]), unit, v);
-      }
-      o[j] = v;
-    }
-  }
-}
+// The least score of a visible token.
+#define ATTENTION_LEAST -0.9e30f
+#define LOG2_E 1.44269504088896340736f
 
 template <typename T, int KT, int STRIDE>
 METAL_FUNC void load_tile(threadgroup float* tile, device const T* tokens, int width, int first,
@@ -85,12 +30,41 @@ METAL_FUNC int tail_position(constant AttentionParams& p, int slot, int tail_sta
   return slot < p.sink_tokens ? slot : tail_start + slot - p.sink_tokens;
 }
 
+// The score after the mask, whose row begins at value `row`. An additive value of -1e30 or less
+// hides a token as false does.
+METAL_FUNC float masked(constant AttentionParams& p, device const uchar* mask, long row,
+                        int position, float score) {
+  if (p.mask_columns > 1 && position >= p.mask_columns)
+    return ATTENTION_NEVER;
+  const long at = row + position * p.mask_strides[3];
+  if (p.mask == MASK_BOOL)
+    return mask[at] != 0 ? score : ATTENTION_NEVER;
+  const float add = p.mask == MASK_FLOAT  ? ((device const float*)mask)[at]
+                    : p.mask == MASK_HALF ? float(((device const half*)mask)[at])
+                                          : float(((device const bfloat*)mask)[at]);
+  return add > ATTENTION_NEVER ? metal::max(metal::fma(add, LOG2_E, score), ATTENTION_LEAST)
+                               : ATTENTION_NEVER;
+}
+
 // Positions before the boundary are read from codes (sink tokens excepted), later ones from the
 // tail. It depends on the number of tokens a query sees, not on the chunk the query came in.
 METAL_FUNC int code_boundary(constant AttentionParams& p, int seen, int coded, int tail_start) {
   const int beyond = seen - p.sink_tokens - p.window;
   const int limit = beyond > 0 ? beyond / p.block * p.block : 0;
   return p.sink_tokens + metal::min(coded, metal::max(tail_start - p.sink_tokens, limit));
+}
+
+// What weights relative to the maximum m, with the sum l, are to be multiplied by.
+// A sink is one more weight, of no value. A row without any weight gives zeros.
+METAL_FUNC float softmax_share(constant AttentionParams& p, device const float* sinks, int head,
+                               float m, float l) {
+  if (p.sinks) {
+    const float s = metal::max(sinks[head] * LOG2_E, ATTENTION_NEVER);
+    const float top = metal::max(m, s);
+    const float total = l * metal::exp2(m - top) + metal::exp2(s - top);
+    return metal::exp2(m - top) / total;
+  }
+  return l > 0.0f ? 1.0f / l : 0.0f;
 }
 
 // Grid: (tiles of R query rows, batch * kv heads, splits). Row r of a kv head is query head r / L
@@ -106,12 +80,15 @@ kernel void attention_tile(
     device const uchar* pair_scales [[buffer(12)]], device const uchar* v_codes [[buffer(13)]],
     device const float* v_table [[buffer(14)]], device const uchar* v_scales [[buffer(15)]],
     device const uchar* v_centres [[buffer(16)]],
-    device const uchar* v_centre_scales [[buffer(17)]],
-    device T* out [[buffer(18)]],       // one split: the result
-    device float* part [[buffer(19)]],  // [rows, splits, Dv]: all, or with p.separate from codes
-    device float* part_tail [[buffer(20)]],  // [rows, splits, Dv] with p.separate: from the tail
-    device float* part_ml [[buffer(21)]],    // [rows, splits, 2]: maximum and sum of weights
-    constant AttentionParams& p [[buffer(22)]], uint3 tgid [[threadgroup_position_in_grid]],
+    device const uchar* v_centre_scales [[buffer(17)]], device const uchar* mask [[buffer(18)]],
+    device const float* sinks [[buffer(19)]],         // [heads]
+    device const float* key_diagonal [[buffer(20)]],  // of the bases
+    device const float* value_diagonal [[buffer(21)]],
+    device T* out [[buffer(22)]],       // where nothing is merged: the result
+    device float* part [[buffer(23)]],  // [rows, splits, Dv]: all, or with p.separate from codes
+    device float* part_tail [[buffer(24)]],  // [rows, splits, Dv] with p.separate: from the tail
+    device float* part_ml [[buffer(25)]],    // [rows, splits, 2]: maximum and sum of weights
+    constant AttentionParams& p [[buffer(26)]], uint3 tgid [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int STRIDE = DMAX + 1;  // spreads the rows of a tile over the memory banks
@@ -122,6 +99,7 @@ kernel void attention_tile(
   threadgroup_array(float, rescale, R);
   threadgroup_array(float, row_m, R);
   threadgroup_array(float, row_l, R);
+  threadgroup_array(long, row_mask, R);
   threadgroup_array(int, row_seen, R);
   threadgroup_array(int, row_boundary, R);
 
@@ -135,9 +113,12 @@ kernel void attention_tile(
 
   for (int r = int(tid); r < R; r += ATTENTION_THREADS) {
     const int token = (row0 + r) % p.queries;
-    const int seen = row0 + r < rows ? (p.causal ? length - p.queries + token + 1 : length) : 0;
-    row_seen[r] = seen;
-    row_boundary[r] = code_boundary(p, seen, coded, tail_start);
+    // under an array mask a query may see any token, but reads as codes what it reads by itself
+    const int own = p.causal || p.mask ? length - p.queries + token + 1 : length;
+    const int head = h * group + (row0 + r) / p.queries;
+    row_seen[r] = row0 + r < rows ? (p.causal ? own : length) : 0;
+    row_boundary[r] = code_boundary(p, own, coded, tail_start);
+    row_mask[r] = b * p.mask_strides[0] + head * p.mask_strides[1] + token * p.mask_strides[2];
     row_m[r] = ATTENTION_NEVER;
     row_l[r] = 0.0f;
   }
@@ -179,22 +160,30 @@ kernel void attention_tile(
     const int end = ends[part_index];
     if (begins[part_index] < end) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      const bool turned = body && p.key_basis.order > 0;
       for (int i = int(tid); i < R * key_width; i += ATTENTION_THREADS) {
         const int r = i / key_width, d = i % key_width;
         float v = 0.0f;
         if (row0 + r < rows) {
           const long head = h * group + (row0 + r) / p.queries;
           const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries);
-          v = body ? q_code[at * key_width + d] : float(q[at * key_width + d]);
+          v = body && !turned ? q_code[at * key_width + d] : float(q[at * key_width + d]);
+          if (turned)
+            v *= key_diagonal[(p.key_basis.per_head ? h * key_width : 0) + d];
         }
         qs[r * DMAX + d] = v * p.scale;
       }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (turned)
+        transform_rows<R * DMAX / ATTENTION_THREADS>(qs, R, key_width, DMAX, p.key_basis, false,
+                                                     tid, ATTENTION_THREADS);
     }
     for (int first = begins[part_index]; first < end; first += KT) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (body) {
-        decode_tile<KT, STRIDE>(tile, p.key, kc, p.block, first, end, tid);
-        decode_tile<KT, STRIDE>(tile + own, p.pair, pc, p.block, first, end, tid);
+        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.key, kc, p.block, first, end, tid);
+        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile + own, p.pair, pc, p.block, first, end,
+                                                   tid);
       } else {
         load_tile<T, KT, STRIDE>(tile, kt, p.key_dim, first, end, tid);
       }
@@ -214,6 +203,8 @@ kernel void attention_tile(
           for (int d = 0; d < key_width; d++) {
             s = metal::fma(qs[r * DMAX + d], tile[k * STRIDE + d], s);
           }
+          if (p.mask)
+            s = masked(p, mask, row_mask[r], position, s);
         }
         weight[i] = s;
       }
@@ -235,7 +226,7 @@ kernel void attention_tile(
         }
       }
       if (body) {
-        decode_tile<KT, STRIDE>(tile, p.value, vc, p.block, first, end, tid);
+        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.value, vc, p.block, first, end, tid);
       } else {
         load_tile<T, KT, STRIDE>(tile, vt, p.value_dim, first, end, tid);
       }
@@ -263,10 +254,11 @@ kernel void attention_tile(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
+  const bool merged = p.splits > 1 || p.value_basis.order > 0;
   for (int r = 0; r < R && row0 + r < rows; r++) {
     const long head = h * group + (row0 + r) / p.queries;
     const long row = (b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries;
-    const float inv = p.splits > 1 ? 1.0f : (row_l[r] > 0.0f ? 1.0f / row_l[r] : 0.0f);
+    const float inv = merged ? 1.0f : softmax_share(p, sinks, int(head), row_m[r], row_l[r]);
     const long at = (row * p.splits + tgid.z) * p.value_dim;
     for (int c = 0; c < COLS; c++) {
       const int d = int(tid) + c * ATTENTION_THREADS;
@@ -275,30 +267,35 @@ kernel void attention_tile(
         if (p.separate) {
           part[at + d] = acc_body[r * COLS + c] * inv;
           part_tail[at + d] = v;
-        } else if (p.splits > 1) {
+        } else if (merged) {
           part[at + d] = v;
         } else {
           out[at + d] = T(v);
         }
       }
     }
-    if (p.splits > 1 && tid == 0) {
+    if (merged && tid == 0) {
       part_ml[(row * p.splits + tgid.z) * 2] = row_m[r];
       part_ml[(row * p.splits + tgid.z) * 2 + 1] = row_l[r];
     }
   }
 }
 
-// Second pass: one threadgroup merges the splits of one query row.
+// Second pass: one threadgroup merges the splits of one query row, and turns what the codes gave
+// back into the basis of the values.
 template <typename T>
 kernel void attention_merge(
     device const float* part [[buffer(0)]], device const float* part_tail [[buffer(1)]],
-    device const float* part_ml [[buffer(2)]], device T* out [[buffer(3)]],
-    device float* out_code [[buffer(4)]], device float* out_tail [[buffer(5)]],
-    constant AttentionParams& p [[buffer(6)]], uint3 tgid [[threadgroup_position_in_grid]],
+    device const float* part_ml [[buffer(2)]], device const float* sinks [[buffer(3)]],
+    device const float* value_diagonal [[buffer(4)]], device T* out [[buffer(5)]],
+    device float* out_code [[buffer(6)]], device float* out_tail [[buffer(7)]],
+    constant AttentionParams& p [[buffer(8)]], uint3 tgid [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int HELD = (ATTENTION_MAX_WIDTH + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
+  threadgroup_array(float, code, ATTENTION_MAX_WIDTH);
   const long row = tgid.x;
+  const int head = int(row / p.queries % p.heads), kv_head = head / (p.heads / p.kv_heads);
   device const float* ml = part_ml + row * p.splits * 2;
   float m = ATTENTION_NEVER;
   for (int s = 0; s < p.splits; s++)
@@ -306,21 +303,40 @@ kernel void attention_merge(
   float l = 0.0f;
   for (int s = 0; s < p.splits; s++)
     l += ml[s * 2 + 1] * metal::exp2(ml[s * 2] - m);
-  const float inv = l > 0.0f ? 1.0f / l : 0.0f;
-  for (int d = int(tid); d < p.value_dim; d += ATTENTION_THREADS) {
+  const float share = softmax_share(p, sinks, head, m, l);
+  float tail[HELD];
+  for (int k = 0; k < HELD; k++) {
+    const int d = int(tid) + k * ATTENTION_THREADS;
     float a = 0.0f, t = 0.0f;
-    for (int s = 0; s < p.splits; s++) {
-      const float w = metal::exp2(ml[s * 2] - m) * inv;
+    for (int s = 0; d < p.value_dim && s < p.splits; s++) {
+      const float w = metal::exp2(ml[s * 2] - m) * share;
       const long at = (row * p.splits + s) * p.value_dim + d;
       a = metal::fma(part[at], w, a);
       if (p.separate)
         t = metal::fma(part_tail[at], w, t);
     }
-    if (p.separate) {
-      out_code[row * p.value_dim + d] = a;
-      out_tail[row * p.value_dim + d] = t;
+    if (d < p.value_dim)
+      code[d] = a;
+    tail[k] = t;
+  }
+  const bool turned = p.value_basis.order > 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (turned)
+    transform_rows<HELD>(code, 1, p.value_dim, p.value_dim, p.value_basis, true, tid,
+                         ATTENTION_THREADS);
+  for (int k = 0; k < HELD; k++) {
+    const int d = int(tid) + k * ATTENTION_THREADS;
+    if (d >= p.value_dim)
+      continue;
+    const long at = row * p.value_dim + d;
+    if (turned) {
+      const int of = (p.value_basis.per_head ? kv_head * p.value_dim : 0) + d;
+      out[at] = T(metal::fma(code[d], value_diagonal[of], tail[k]));
+    } else if (p.separate) {
+      out_code[at] = code[d];
+      out_tail[at] = tail[k];
     } else {
-      out[row * p.value_dim + d] = T(a);
+      out[at] = T(code[d]);
     }
   }
 }

@@ -6,20 +6,11 @@
 // a fixed order, that of csrc/hadamard/cpu_kernel.h: over the registers, then over the lanes.
 #pragma once
 
-#include "hadamard_tables.h"
+#include "hadamard_matrix.h"
 #include "params.h"
 #include "prelude.h"
 
 #define HADAMARD_SIMDGROUPS 8
-
-program_constant(uint, hadamard_12, 12) = {HADAMARD_12};
-program_constant(uint, hadamard_20, 20) = {HADAMARD_20};
-program_constant(uint, hadamard_28, 28) = {HADAMARD_28};
-
-template <int M>
-METAL_FUNC uint hadamard_matrix_row(int i) {
-  return M == 12 ? hadamard_12[i % 12] : M == 20 ? hadamard_20[i % 20] : hadamard_28[i % 28];
-}
 
 // x[i] of the given dtype, a HADAMARD_FLOAT and so on. The dtype is no template argument since it
 // would triple the number of kernels for one uniform branch.
@@ -80,8 +71,8 @@ METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, 
         if (N >= 32)
           x = v[N >= 32 ? j * NR + r % NR : 0];
         const int i = N < 32 ? (32 * r + int(lane)) / N : r / NR;
-        const uint bits = transposed ? hadamard_matrix_row<M>(j) >> metal::min(i, 31)
-                                     : hadamard_matrix_row<M>(i) >> j;
+        const uint bits = transposed ? hadamard_matrix_row(M, j) >> metal::min(i, 31)
+                                     : hadamard_matrix_row(M, i) >> j;
         sum[r] += (bits & 1) != 0 ? x : -x;
       }
     }

@@ -30,10 +30,24 @@ struct CodeParams {
   int centred;  // 1: int8 centre per block and channel, with one bf16 scale per block
 };
 
+enum AttentionMask { MASK_NONE, MASK_BOOL, MASK_FLOAT, MASK_HALF, MASK_BFLOAT };
+
+// A linear change of basis done inside a kernel: x -> (diagonal * x) H for queries of the key
+// codes, y -> diagonal * (y H^T) for what the value codes give. H is the orthonormal Hadamard
+// matrix.
+struct BasisParams {
+  int order;     // M of D = 2^k M; 0: none
+  int per_head;  // 1: a diagonal for each kv head
+  float scale;   // 1 / sqrt(D)
+};
+
 struct AttentionParams {
   CodeParams key;
   CodeParams pair;  // a second key code; its channels follow those of the first; entries 0: none
   CodeParams value;
+  BasisParams key_basis;
+  BasisParams value_basis;
+  long mask_strides[4];  // in values, 0 along axes of length 1
   int batch;
   int heads;  // query heads
   int kv_heads;
@@ -46,9 +60,12 @@ struct AttentionParams {
   int window;       // w
   int block;        // B
   int causal;
-  int splits;    // key splits of a (row, kv head, query tile); 1: the tile writes the output
-  int separate;  // 1: parts from codes and tail go to outputs of their own
-  float scale;   // softmax scale times log2(e)
+  int mask;          // AttentionMask
+  int mask_columns;  // logical positions the mask knows, later ones are hidden; 1: it is for all
+  int sinks;         // 1: a logit per query head takes part in the softmax, without a value
+  int splits;        // key splits of a (row, kv head, query tile); 1: the tile writes the output
+  int separate;      // 1: parts from codes and tail go to outputs of their own
+  float scale;       // softmax scale times log2(e)
 };
 
 // Rows of n entries of `bits` bits, `bytes` bytes packed. Rows that fill their bytes follow each

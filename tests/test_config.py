@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import tiny
 from vqkv_ext.adapters.mlx_lm import disable_attention
@@ -43,7 +44,9 @@ def test_any_key_code_with_any_value_code(model, key, value):
     whole = tiny.run(model, caches := KVCacheBuilder.for_model(model, config), ids)
     parts = tiny.run(model, KVCacheBuilder.for_model(model, config), ids, [1] * 10 + [25, 25])
     assert names(caches[0]) == (key, value) and caches[0].coded_tokens > 0
-    assert mx.abs(whole - parts).max() < 5e-4
+    # a code may flip where keys of another chunk differ in the last digit
+    dense = tiny.run(model, stock_cache(model), ids)
+    assert mx.abs(whole - parts).max() < 0.02 * mx.abs(whole - dense).max()
 
 
 def test_write_up_fields(rng, model):
@@ -56,7 +59,7 @@ def test_write_up_fields(rng, model):
     cache = KVCacheFactory.create(config)
     assert isinstance(cache, CompressedKVCache)
     assert names(cache) == ("vecinfer-2bit", "turboquant-2bit")
-    assert float(cache.key_codec.transform.smooth.max()) == 1.5
+    assert float(cache.key_codec.transform.diagonal.max()) == 1.5
     caches = KVCacheBuilder.for_model(model, config)
     logits = tiny.run(model, caches, tiny.ids(60))
     assert len(caches) == 2 and caches[0].coded_tokens > 0 and bool(mx.isfinite(logits).all())

@@ -87,7 +87,7 @@ def test_vecinfer_of_codebooks(rng):
         config=SMALL,
     )
     assert names(cache) == ("vecinfer-4bit", "vecinfer-1.5bit")
-    assert np.allclose(np.array(cache.key_codec.transform.smooth)[:, 0], factors)
+    assert np.allclose(np.array(cache.key_codec.transform.diagonal), factors)
     check_reads(rng, cache, 64, 48)
 
 

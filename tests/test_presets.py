@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import tiny
 from test_cache import SMALL, codes, decoded, feed, same, split, tokens
@@ -122,8 +123,10 @@ def test_models_generate_with_presets(name):
     whole = tiny.run(model, cache, ids)
     chunked = tiny.run(model, make_prompt_cache(model, name, config=SMALL), ids, [7] * 8 + [4])
     disable_attention(model)
+    dense = tiny.run(model, stock_cache(model), ids)
     assert cache[0].coded_tokens > 0 and bool(mx.isfinite(whole).all())
-    assert mx.abs(whole - chunked).max() < 5e-4
+    # a code may flip where keys of another chunk differ in the last digit
+    assert mx.abs(whole - chunked).max() < 5e-5 + 0.02 * mx.abs(whole - dense).max()
 
 
 def test_no_compression_changes_nothing():
@@ -132,9 +135,7 @@ def test_no_compression_changes_nothing():
     ids = tiny.ids(60)
     got = tiny.run(model, make_prompt_cache(model, "none", config=SMALL), ids)
     disable_attention(model)
-    from mlx_lm.models.cache import make_prompt_cache as stock
-
-    want = tiny.run(model, stock(model), ids)
+    want = tiny.run(model, stock_cache(model), ids)
     assert mx.abs(got - want).max() < 5e-3 * mx.abs(want).max()
 
 

@@ -34,21 +34,27 @@ void bind_attention(nb::module_& m) {
               "centre_scales: mlx.core.array | None = None, pair: Coded | None = None) -> None"));
   m.def(
       "attention",
-      [](const mx::array& q, const mx::array& q_code, const mx::array& layout,
+      [](const mx::array& q, std::optional<mx::array> q_code, const mx::array& layout,
          const mx::array& k_tail, const mx::array& v_tail, const Coded& keys, const Coded& values,
          int sink_tokens, int window, int block, float scale, bool causal, bool separate,
+         std::optional<mx::array> mask, std::optional<mx::array> sinks,
+         std::optional<mx::array> key_diagonal, std::optional<mx::array> value_diagonal,
          mx::StreamOrDevice s) {
         return attention(q, q_code, layout, k_tail, v_tail, keys, values,
-                         {sink_tokens, window, block}, scale, causal, separate, s);
+                         {sink_tokens, window, block},
+                         {scale, causal, separate, mask, sinks, key_diagonal, value_diagonal}, s);
       },
-      "q"_a, "q_code"_a, "layout"_a, "k_tail"_a, "v_tail"_a, "keys"_a, "values"_a, nb::kw_only(),
-      "sink_tokens"_a, "window"_a, "block"_a, "scale"_a, "causal"_a = false, "separate"_a = false,
-      "stream"_a = nb::none(),
-      nb::sig("def attention(q: mlx.core.array, q_code: mlx.core.array, layout: mlx.core.array, "
-              "k_tail: mlx.core.array, v_tail: mlx.core.array, keys: Coded, values: Coded, *, "
-              "sink_tokens: int, window: int, block: int, scale: float, causal: bool = False, "
-              "separate: bool = False, stream: mlx.core.Stream | mlx.core.Device | None = None) "
-              "-> list[mlx.core.array]"));
+      "q"_a, "q_code"_a.none(), "layout"_a, "k_tail"_a, "v_tail"_a, "keys"_a, "values"_a,
+      nb::kw_only(), "sink_tokens"_a, "window"_a, "block"_a, "scale"_a, "causal"_a = false,
+      "separate"_a = false, "mask"_a = nb::none(), "sinks"_a = nb::none(),
+      "key_diagonal"_a = nb::none(), "value_diagonal"_a = nb::none(), "stream"_a = nb::none(),
+      nb::sig("def attention(q: mlx.core.array, q_code: mlx.core.array | None, layout: "
+              "mlx.core.array, k_tail: mlx.core.array, v_tail: mlx.core.array, keys: Coded, "
+              "values: Coded, *, sink_tokens: int, window: int, block: int, scale: float, causal: "
+              "bool = False, separate: bool = False, mask: mlx.core.array | None = None, sinks: "
+              "mlx.core.array | None = None, key_diagonal: mlx.core.array | None = None, "
+              "value_diagonal: mlx.core.array | None = None, stream: mlx.core.Stream | "
+              "mlx.core.Device | None = None) -> list[mlx.core.array]"));
 }
 
 }  // namespace vqkv

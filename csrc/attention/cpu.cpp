@@ -13,6 +13,7 @@ namespace vqkv {
 namespace {
 
 constexpr int kMaxRows = kRowGroups * kMaxLanes;
+constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int64_t kSplitTokens = 512;  // fewer would not repay a split's tables and merge
 
 /** Raw pointers of a call; the arrays outlive the queued task. */
@@ -32,8 +33,9 @@ struct Visible {
 Visible visible(const AttentionParams& p, const int32_t* layout, int query) {
   const int64_t length = layout[0], coded = layout[1], sinks = p.sink_tokens;
   const int64_t start = std::max<int64_t>(layout[2], sinks);
-  const int64_t seen = p.causal ? length - p.queries + query + 1 : length;
-  const int64_t whole = std::max<int64_t>(0, seen - sinks - p.window) / p.block * p.block;
+  const int64_t own = p.causal || p.mask ? length - p.queries + query + 1 : length;
+  const int64_t seen = p.causal ? own : length;
+  const int64_t whole = std::max<int64_t>(0, own - sinks - p.window) / p.block * p.block;
   const int64_t boundary = sinks + std::min(coded, std::max(start - sinks, whole));
   auto clamp = [](int64_t x, int64_t low, int high) {
     return static_cast<int>(std::min<int64_t>(std::max(x, low), high));
@@ -100,6 +102,25 @@ struct Partial {
   }
 };
 
+/** Rows through a Hadamard basis: to the codes, or with `inverse` back. `diagonal` is of one head.
+ */
+void turn(const BasisParams& b, const float* diagonal, int width, bool inverse, const void* x,
+          Real type, int64_t rows, float* out, float* scratch) {
+  HadamardTile t{};
+  t.x = x;
+  t.type = type;
+  t.count = rows;
+  t.width = width;
+  t.order = b.order;
+  t.signs = diagonal;
+  t.scale = b.scale;
+  t.inverse = inverse;
+  t.out = out;
+  t.out_type = Real::f32;
+  t.scratch = scratch;
+  kernels().hadamard(t);
+}
+
 /** Memory of the calling thread, kept between calls. */
 float* thread_memory(int64_t floats) {
   thread_local std::unique_ptr<float[]> memory;
@@ -120,12 +141,16 @@ class Job {
     tile_rows = static_cast<int>(std::min<int64_t>(total, lanes < kMaxLanes ? lanes : kMaxRows));
     tiles = (total + tile_rows - 1) / tile_rows;
     partial_floats = Partial::floats(tile_rows, p.value_dim);
+    query_codes = reinterpret_cast<const float*>(c.in[kQueryCode]);
     const int dims = std::max({p.key.dims, p.pair.dims, p.value.dims});
     query_floats = int64_t(kMaxRows) * std::max(p.key_dim, channels(p.key) + channels(p.pair));
     scratch_floats = attention_scratch(dims);
   }
 
   void run() {
+    if (p.key_basis.order > 0) {
+      turn_queries();
+    }
     const int64_t tasks = int64_t(p.batch) * p.kv_heads * tiles;
     const int splits = choose_splits(tasks);
     const int parts = splits + 1;  // the last is the tail
@@ -173,6 +198,26 @@ class Job {
     }
   };
 
+  /** The queries of a kv head lie together. */
+  void turn_queries() {
+    constexpr int64_t kRows = 64;
+    const int64_t each = int64_t(group) * p.queries, runs = int64_t(p.batch) * p.kv_heads;
+    const int width = p.key_dim;
+    turned.reset(new float[runs * each * width]);
+    query_codes = turned.get();
+    auto* diagonal = reinterpret_cast<const float*>(c.in[kKeyDiagonal]);
+    const int64_t rows = p.key_basis.per_head ? each : runs * each;
+    const int64_t parts = (rows + kRows - 1) / kRows;
+    parallel_for(runs * each / rows * parts, [&](int64_t i) {
+      const int64_t run = i / parts, at = i % parts * kRows;
+      const int64_t first = run * rows + at, head = p.key_basis.per_head ? run % p.kv_heads : 0;
+      turn(p.key_basis, diagonal + head * width, width, false,
+           c.in[kQuery] + first * width * c.dtype.size(), real_type(c.dtype),
+           std::min(kRows, rows - at), turned.get() + first * width,
+           thread_memory(hadamard_scratch(width, 1)));
+    });
+  }
+
   int choose_splits(int64_t tasks) const {
     const int threads = num_threads();
     const int64_t wanted = threads > 1 ? 2 * threads : 1;
@@ -204,6 +249,19 @@ class Job {
     }
   }
 
+  /** The mask rows of a tile, from the token at logical position `position` on. */
+  void mask_rows(const Tile& t, int64_t position, MaskRow* to) const {
+    const int64_t size = p.mask == MASK_BOOL ? 1 : p.mask == MASK_FLOAT ? 4 : 2;
+    for (int r = 0; p.mask && r < t.rows; ++r) {
+      const int64_t query = (t.first + r) / group, head = t.head * group + (t.first + r) % group;
+      const auto& s = p.mask_strides;
+      const int64_t at = t.batch * s[0] + head * s[1] + query * s[2] + position * s[3];
+      to[r] = {c.in[kMask] + at * size, s[3],
+               p.mask_columns > 1 ? p.mask_columns - position : std::numeric_limits<int64_t>::max(),
+               static_cast<AttentionMask>(p.mask)};
+    }
+  }
+
   void attend(const Tile& t, int part, int splits, float* memory, Partial to) const {
     to.clear(t.rows, p.value_dim);
     int begin[kMaxRows], end[kMaxRows];
@@ -214,6 +272,8 @@ class Job {
     a.queries = memory;
     a.begin = begin;
     a.end = end;
+    MaskRow mask[kMaxRows];
+    a.mask = p.mask ? mask : nullptr;
     a.max = to.max;
     a.sum = to.sum;
     a.out = to.out;
@@ -231,7 +291,7 @@ class Job {
       a.pair = body_of(c, head, p.pair, kPairCodes);
       a.values = body_of(c, head, p.value, kValueCodes);
       const int own = channels(p.key), both = own + channels(p.pair);
-      auto* q = reinterpret_cast<const float*>(c.in[kQueryCode]);
+      const float* q = query_codes;
       float* pair_queries = memory + int64_t(kMaxRows) * own;
       pack_queries(t, q, both, own, memory);
       pack_queries(t, q + own, both, both - own, pair_queries);
@@ -240,6 +300,7 @@ class Job {
         begin[r] = 0;
         end[r] = t.sees[r].body;
       }
+      mask_rows(t, p.sink_tokens, mask);
       const int64_t step = (t.body_end + splits - 1) / splits;
       const int64_t size = (step + kSubTile - 1) / kSubTile * kSubTile;
       run(part * size, std::min<int64_t>((part + 1) * size, t.body_end));
@@ -256,12 +317,15 @@ class Job {
       pack(reinterpret_cast<const mx::bfloat16_t*>(c.in[kQuery]));
     }
     int sinks = 0, first = p.tail, last = 0;
+    mask_rows(t, 0, mask);
     for (int r = 0; r < t.rows; ++r) {
       begin[r] = 0;
       end[r] = t.sees[r].sinks;
       sinks = std::max(sinks, end[r]);
     }
     run(0, sinks);
+    const int64_t start = reinterpret_cast<const int32_t*>(c.in[kLayout])[3 * t.batch + 2];
+    mask_rows(t, std::max<int64_t>(start - p.sink_tokens, 0), mask);
     for (int r = 0; r < t.rows; ++r) {
       begin[r] = t.sees[r].begin;
       end[r] = t.sees[r].end;
@@ -295,35 +359,62 @@ class Job {
     }
   }
 
+  /** Adds up the parts of row r: those of codes, and the tail, apart if both are told apart. */
+  void merge_row(const Tile& t, int r, float* partials, int parts, float* code, float* tail) const {
+    const int width = p.value_dim;
+    const float none = -std::numeric_limits<float>::infinity();
+    float max = none, sum = 0, sink = none;
+    if (p.sinks) {
+      const int64_t head = t.head * group + (t.first + r) % group;
+      sink = reinterpret_cast<const float*>(c.in[kSinks])[head] * kLog2E;
+      max = sink;
+    }
+    for (int i = 0; i < parts; ++i) {
+      max = std::fmax(max, Partial(partials + i * partial_floats).max[r]);
+    }
+    auto weight = [&](const Partial& x) { return x.sum[r] == 0 ? 0 : std::exp2(x.max[r] - max); };
+    for (int i = 0; i < parts; ++i) {
+      const Partial x(partials + i * partial_floats);
+      sum += x.sum[r] * weight(x);
+    }
+    sum += sink == none ? 0 : std::exp2(sink - max);
+    std::fill_n(code, width, 0.0f);
+    std::fill_n(tail, width, 0.0f);
+    for (int i = 0; i < parts && sum != 0; ++i) {
+      const Partial x(partials + i * partial_floats);
+      const float w = weight(x) / sum;
+      float* to = (p.separate || p.value_basis.order > 0) && i + 1 == parts ? tail : code;
+      for (int d = 0; d < width; ++d) {
+        to[d] += w * x.out[r * out_stride(width) + d];
+      }
+    }
+  }
+
   void merge(const Tile& t, float* partials, int parts) const {
     const int width = p.value_dim;
-    std::vector<float> code(width), tail(width);
+    std::vector<float> code(int64_t(t.rows) * width), tail(code.size());
     for (int r = 0; r < t.rows; ++r) {
-      float max = -std::numeric_limits<float>::infinity(), sum = 0;
-      for (int i = 0; i < parts; ++i) {
-        max = std::fmax(max, Partial(partials + i * partial_floats).max[r]);
+      merge_row(t, r, partials, parts, &code[r * width], &tail[r * width]);
+    }
+    if (p.value_basis.order > 0) {
+      std::vector<float> scratch(hadamard_scratch(width, 1));
+      auto* diagonal = reinterpret_cast<const float*>(c.in[kValueDiagonal]);
+      diagonal += p.value_basis.per_head ? t.head * width : 0;
+      turn(p.value_basis, diagonal, width, true, code.data(), Real::f32, t.rows, code.data(),
+           scratch.data());
+      for (size_t i = 0; i < code.size(); ++i) {
+        code[i] += tail[i];
       }
-      auto weight = [&](const Partial& x) { return x.sum[r] == 0 ? 0 : std::exp2(x.max[r] - max); };
-      for (int i = 0; i < parts; ++i) {
-        const Partial x(partials + i * partial_floats);
-        sum += x.sum[r] * weight(x);
-      }
-      std::fill(code.begin(), code.end(), 0.0f);
-      std::fill(tail.begin(), tail.end(), 0.0f);
-      for (int i = 0; i < parts && sum != 0; ++i) {
-        const Partial x(partials + i * partial_floats);
-        const float w = weight(x) / sum;
-        auto& to = p.separate && i + 1 == parts ? tail : code;
-        for (int d = 0; d < width; ++d) {
-          to[d] += w * x.out[r * out_stride(width) + d];
-        }
-      }
-      write_row(row_index(t, r), code.data(), tail.data());
+    }
+    for (int r = 0; r < t.rows; ++r) {
+      write_row(row_index(t, r), &code[r * width], &tail[r * width]);
     }
   }
 
   const Call& c;
   const AttentionParams& p;
+  std::unique_ptr<float[]> turned;
+  const float* query_codes;  // queries in the basis of the key codes
   int group, lanes, tile_rows;
   int64_t tiles, partial_floats, query_floats, scratch_floats;
 };

@@ -12,6 +12,9 @@
 
 namespace vqkv::VQKV_VARIANT {
 
+constexpr float kHidden = -1e30f;  // an additive mask of this or less hides a token
+constexpr float kLog2E = 1.44269504088896340736f;
+
 /** Scratch of one call, carved from AttentionTile::scratch. */
 struct Scratch {
   float* scores;   // [groups][span + padding][lanes]
@@ -149,7 +152,10 @@ struct Attend {
       add_pair(first, n);
     }
     for (int g = 0; g < groups; ++g) {
-      mask(g, first, n);
+      hide(g, first, n);
+      if (a.mask != nullptr) {
+        mask(g, first, n);
+      }
     }
   }
 
@@ -166,8 +172,8 @@ struct Attend {
     }
   }
 
-  // Rows of one tile see nearly the same tokens, so most spans need no mask.
-  void mask(int g, int64_t first, int n) {
+  // Rows of one tile see nearly the same tokens, so most spans need nothing here.
+  void hide(int g, int64_t first, int n) {
     for (int r = 0; r < R && g * R + r < a.rows; ++r) {
       const int64_t begin = a.begin[g * R + r] - first, end = a.end[g * R + r] - first;
       float* to = scores(g) + r;
@@ -176,6 +182,44 @@ struct Attend {
       }
       for (int64_t t = end > 0 ? end : 0; t < n; ++t) {
         to[t * R] = -__builtin_inff();
+      }
+    }
+  }
+
+  void mask(int g, int64_t first, int n) {
+    for (int r = 0; r < R && g * R + r < a.rows; ++r) {
+      const MaskRow& m = a.mask[g * R + r];
+      float* to = scores(g) + r;
+      for (int64_t t = m.columns - first < n ? (m.columns > first ? m.columns - first : 0) : n;
+           t < n; ++t) {
+        to[t * R] = -__builtin_inff();
+      }
+      const int64_t known = m.columns - first < n ? m.columns - first : n;
+      if (m.type == MASK_BOOL) {
+        auto* p = static_cast<const uint8_t*>(m.at);
+        for (int64_t t = 0; t < known; ++t) {
+          to[t * R] = p[(first + t) * m.stride] ? to[t * R] : -__builtin_inff();
+        }
+        continue;
+      }
+      const Real type = m.type == MASK_FLOAT  ? Real::f32
+                        : m.type == MASK_HALF ? Real::f16
+                                              : Real::bf16;
+      float add[kSubTile];
+      for (int64_t t = 0; t < known; t += kSubTile) {
+        const int count = known - t < kSubTile ? int(known - t) : kSubTile;
+        if (m.stride) {
+          to_float(m.at, type, first + t, count, add);
+        } else {
+          to_float(m.at, type, 0, 1, add);
+          for (int i = 1; i < count; ++i) {
+            add[i] = add[0];
+          }
+        }
+        for (int i = 0; i < count; ++i) {
+          float& score = to[(t + i) * R];
+          score = add[i] > kHidden ? score + add[i] * kLog2E : -__builtin_inff();
+        }
       }
     }
   }

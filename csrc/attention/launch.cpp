@@ -40,15 +40,17 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
       std::min(kTargetGroups / std::max<int64_t>(1, tiles * heads), slots / kSlotsPerSplit), 1,
       kMaxSplits));
 
-  const int rows = p.batch * p.heads * p.queries;
-  const bool split = p.splits > 1;
+  const int64_t rows = int64_t(p.batch) * p.heads * p.queries;
+  const bool turned = p.value_basis.order > 0, merged = p.splits > 1 || turned;
+  const bool separate = p.separate;  // as outputs of the whole
+  p.separate = separate || turned;   // as outputs of the first pass
   auto unused = [&](mx::Dtype t) { return temporary({1}, t, temporaries); };
   auto partial = [&](int last) {
-    return temporary({rows, p.splits, last}, mx::float32, temporaries);
+    return temporary({static_cast<int>(rows), p.splits, last}, mx::float32, temporaries);
   };
-  auto result = p.separate ? unused(dtype) : out[0];
-  auto code = p.separate ? out[0] : unused(mx::float32);
-  auto tail = p.separate ? out[1] : unused(mx::float32);
+  auto result = separate ? unused(dtype) : out[0];
+  auto code = separate ? out[0] : unused(mx::float32);
+  auto tail = separate ? out[1] : unused(mx::float32);
 
   Launch first;
   first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
@@ -56,7 +58,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(p.splits)};
   first.threads = kThreads;
   first.set_params(p);
-  if (!split) {
+  if (!merged) {
     first.outputs = {result, code, tail, unused(mx::float32)};
     return {first};
   }
@@ -66,7 +68,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
 
   Launch merge;
   merge.kernel = "attention_merge_" + dtype_name(dtype);
-  merge.inputs = {part, part_tail, part_ml};
+  merge.inputs = {part, part_tail, part_ml, in[kSinks], in[kValueDiagonal]};
   merge.outputs = {result, code, tail};
   merge.grid = {groups(rows, 1), 1, 1};
   merge.threads = kThreads;

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "attention/primitive.h"
+#include "hadamard/op.h"
 #include "mlx/ops.h"
 
 namespace vqkv {
@@ -60,31 +61,71 @@ void check_coded(const char* side, const Coded& c, int width, const mx::array& t
   }
 }
 
+/** Row-major, without a node in the graph where that is known already. */
+mx::array contiguous(const mx::array& a, mx::Stream s) {
+  return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
+}
+
+mx::array contiguous_f32(const mx::array& a, mx::Stream s) {
+  return contiguous(mx::astype(a, mx::float32, s), s);
+}
+
 void push_coded(std::vector<mx::array>& inputs, const Coded& c, mx::Stream s) {
-  auto codes = mx::contiguous(c.codes, false, s);
-  auto given = [&](const std::optional<mx::array>& a) {
-    return a ? mx::contiguous(*a, false, s) : codes;
-  };
+  auto codes = contiguous(c.codes, s);
+  auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : codes; };
   inputs.push_back(codes);
-  inputs.push_back(mx::contiguous(mx::astype(c.table, mx::float32, s), false, s));
+  inputs.push_back(contiguous_f32(c.table, s));
   inputs.push_back(given(c.scales));
   inputs.push_back(given(c.centres));
   inputs.push_back(given(c.centre_scales));
 }
 
-}  // namespace
-
-std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
-                                 const mx::array& layout, const mx::array& k_tail,
-                                 const mx::array& v_tail, const Coded& keys, const Coded& values,
-                                 const Span& span, float scale, bool causal, bool separate,
-                                 mx::StreamOrDevice s_) {
-  require(is_float(q.dtype()) && q.ndim() == 4, kOp,
-          "q must be floating of shape [B, Hq, L, D], but got ", q.dtype(), " ", q.shape(), ".");
+void check_query_code(const mx::array& q, const mx::array& q_code) {
   require(q_code.ndim() == 4 && is_float(q_code.dtype()) && q_code.shape(0) == q.shape(0) &&
               q_code.shape(1) == q.shape(1) && q_code.shape(2) == q.shape(2),
           kOp, "q in the code basis must be floating of shape [B, Hq, L, channels] like q, ",
           q.shape(), ", but got ", q_code.dtype(), " ", q_code.shape(), ".");
+}
+
+void check_diagonal(const char* side, const mx::array& d, int heads, int width) {
+  require(is_float(d.dtype()) && d.ndim() == 2 && (d.shape(0) == 1 || d.shape(0) == heads) &&
+              d.shape(1) == width,
+          kOp, side, " diagonal must be floating of shape [1 or ", heads, ", ", width,
+          "], but got ", d.dtype(), " ", d.shape(), ".");
+  require(hadamard_order(width) > 0, kOp, side,
+          " diagonal must have a width of 2^k * m, m in {1, 12, 20, 28}, but got ", width, ".");
+}
+
+void check_mask(const mx::array& m, const mx::array& q) {
+  bool fits = m.ndim() <= 4;
+  for (int i = 2; fits && i <= m.ndim(); ++i) {  // all axes but the last, from the right
+    const int n = m.shape(-i);
+    fits = n == 1 || n == q.shape(3 - i + 1);
+  }
+  require(fits, kOp, "mask must be broadcastable to [B, Hq, L, N] = [", q.shape(0), ", ",
+          q.shape(1), ", ", q.shape(2), ", N], but got shape ", m.shape(), ".");
+  require(is_float(m.dtype()) || m.dtype() == mx::bool_, kOp,
+          "mask must be boolean, float32, float16 or bfloat16, but got ", m.dtype(), ".");
+}
+
+/** With 4 axes. */
+mx::array four_axes(const mx::array& m, mx::Stream s) {
+  mx::Shape shape(4 - m.ndim(), 1);
+  shape.insert(shape.end(), m.shape().begin(), m.shape().end());
+  return mx::contiguous(mx::reshape(m, shape, s), false, s);
+}
+
+}  // namespace
+
+std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::array>& q_code_,
+                                 const mx::array& layout, const mx::array& k_tail,
+                                 const mx::array& v_tail, const Coded& keys, const Coded& values,
+                                 const Span& span, const AttentionOptions& options,
+                                 mx::StreamOrDevice s_) {
+  require(is_float(q.dtype()) && q.ndim() == 4, kOp,
+          "q must be floating of shape [B, Hq, L, D], but got ", q.dtype(), " ", q.shape(), ".");
+  const auto& q_code = q_code_ ? *q_code_ : q;
+  check_query_code(q, q_code);
   for (const auto* t : {&k_tail, &v_tail}) {
     const char* side = t == &k_tail ? "key" : "value";
     require(t->ndim() == 4 && t->dtype() == q.dtype(), kOp, side,
@@ -129,8 +170,28 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
           "keys and values must have room for equal numbers of coded tokens, but got ",
           keys.codes.shape(2), " and ", values.codes.shape(2), ".");
 
+  const auto& o = options;
+  require(!o.mask || !o.causal, kOp, "mask must be causal or an array, but got both.");
+  if (o.mask) {
+    check_mask(*o.mask, q);
+  }
+  if (o.sinks) {
+    require(is_float(o.sinks->dtype()) && o.sinks->shape() == mx::Shape{q.shape(1)}, kOp,
+            "sinks must be floating of shape [Hq] = [", q.shape(1), "], but got ", o.sinks->dtype(),
+            " ", o.sinks->shape(), ".");
+  }
+  if (o.key_diagonal) {
+    require(!q_code_, kOp, "q in the code basis and a key diagonal must not come together.");
+    require(!keys.pair, kOp, "a key diagonal must not come with a second key code.");
+    check_diagonal("key", *o.key_diagonal, k_tail.shape(1), q.shape(3));
+  }
+  if (o.value_diagonal) {
+    require(!o.separate, kOp, "a value diagonal must not come with separate outputs.");
+    check_diagonal("value", *o.value_diagonal, v_tail.shape(1), v_tail.shape(3));
+  }
+
   auto s = mx::to_stream(s_);
-  AttentionSpec spec{scale,
+  AttentionSpec spec{o.scale,
                      span.sink_tokens,
                      span.window,
                      span.block,
@@ -142,22 +203,31 @@ std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
                      keys.pair && keys.pair->scales.has_value(),
                      values.scales.has_value(),
                      values.centres.has_value(),
-                     causal,
-                     separate};
-  std::vector<mx::array> in{mx::contiguous(q, false, s),
-                            mx::contiguous(mx::astype(q_code, mx::float32, s), false, s),
-                            mx::contiguous(layout, false, s), mx::contiguous(k_tail, false, s),
-                            mx::contiguous(v_tail, false, s)};
+                     o.causal,
+                     o.separate,
+                     o.mask.has_value(),
+                     o.sinks.has_value(),
+                     o.key_diagonal.has_value(),
+                     o.value_diagonal.has_value()};
+  const auto query = contiguous(q, s), rows_in_order = contiguous(layout, s);
+  std::vector<mx::array> in{query, q_code_ || !o.key_diagonal ? contiguous_f32(q_code, s) : query,
+                            rows_in_order, contiguous(k_tail, s), contiguous(v_tail, s)};
   push_coded(in, keys, s);
-  const auto& pair = keys.pair ? *keys.pair : keys;
-  auto pair_codes = mx::contiguous(pair.codes, false, s);
-  in.push_back(pair_codes);
-  in.push_back(mx::contiguous(mx::astype(pair.table, mx::float32, s), false, s));
-  in.push_back(pair.scales ? mx::contiguous(*pair.scales, false, s) : pair_codes);
+  if (keys.pair) {
+    std::vector<mx::array> pair;
+    push_coded(pair, *keys.pair, s);
+    in.insert(in.end(), pair.begin(), pair.begin() + 3);
+  } else {
+    in.insert(in.end(), 3, in[kKeyCodes]);
+  }
   push_coded(in, values, s);
+  in.push_back(o.mask ? four_axes(*o.mask, s) : rows_in_order);
+  for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
+    in.push_back(*a ? contiguous_f32(**a, s) : rows_in_order);
+  }
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(s, spec);
-  if (separate) {
+  if (o.separate) {
     return mx::array::make_arrays({shape, shape}, {mx::float32, mx::float32}, primitive, in);
   }
   return {mx::array(shape, q.dtype(), primitive, in)};

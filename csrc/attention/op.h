@@ -26,14 +26,26 @@ struct Span {
   int block;
 };
 
+/** What an attention call may do beside softmax over its tokens; see ops.attention. */
+struct AttentionOptions {
+  float scale;
+  bool causal = false;
+  bool separate = false;                    // parts from codes and tail as outputs of their own
+  std::optional<mx::array> mask;            // broadcastable to [B, Hq, L, N], boolean or additive
+  std::optional<mx::array> sinks;           // [Hq]
+  std::optional<mx::array> key_diagonal;    // [1 or Hkv, Dk]: q goes to the codes by it and H
+  std::optional<mx::array> value_diagonal;  // [1 or Hkv, Dv]
+};
+
 /**
  * Attention of q over coded and fp16 tokens; see ops.attention. `q_code` is q in the basis of the
- * key codes. Returns {out} or, with `separate`, {part from codes, part from the tail} in float32.
+ * key codes, where no key_diagonal says how to get there; without both, q is. Returns {out} or,
+ * with `separate`, {part from codes, part from the tail} in float32.
  */
-std::vector<mx::array> attention(const mx::array& q, const mx::array& q_code,
+std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::array>& q_code,
                                  const mx::array& layout, const mx::array& k_tail,
                                  const mx::array& v_tail, const Coded& keys, const Coded& values,
-                                 const Span& span, float scale, bool causal, bool separate,
+                                 const Span& span, const AttentionOptions& options,
                                  mx::StreamOrDevice s = {});
 
 }  // namespace vqkv

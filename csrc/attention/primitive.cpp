@@ -1,8 +1,12 @@
 #include "attention/primitive.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
+#include <iterator>
 
 #include "backend/backend.h"
+#include "hadamard/op.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
@@ -24,6 +28,28 @@ CodeParams code_params(const mx::array& codes, const mx::array& table, int width
   p.scaled = scaled;
   p.centred = centred;
   return p;
+}
+
+BasisParams basis_params(const mx::array& diagonal) {
+  const int width = diagonal.shape(1);
+  return {hadamard_order(width), diagonal.shape(0) > 1, 1.0f / std::sqrt(float(width))};
+}
+
+int mask_type(mx::Dtype t) {
+  return t == mx::bool_     ? MASK_BOOL
+         : t == mx::float32 ? MASK_FLOAT
+         : t == mx::float16 ? MASK_HALF
+                            : MASK_BFLOAT;
+}
+
+void set_mask(AttentionParams& p, const mx::array& mask) {
+  p.mask = mask_type(mask.dtype());
+  p.mask_columns = mask.shape(3);
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    p.mask_strides[i] = mask.shape(i) == 1 ? 0 : stride;
+    stride *= mask.shape(i);
+  }
 }
 
 }  // namespace
@@ -55,6 +81,16 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   p.causal = spec.causal;
   p.separate = spec.separate;
   p.splits = 1;
+  if (spec.masked) {
+    set_mask(p, in[kMask]);
+  }
+  p.sinks = spec.sinks;
+  if (spec.key_turned) {
+    p.key_basis = basis_params(in[kKeyDiagonal]);
+  }
+  if (spec.value_turned) {
+    p.value_basis = basis_params(in[kValueDiagonal]);
+  }
   p.scale = spec.scale * 1.44269504088896340736f;  // the kernels use exp2
   return p;
 }
@@ -113,7 +149,11 @@ Scalars Attention::scalars() const {
           {"value_scaled", c.value_scaled},
           {"value_centred", c.value_centred},
           {"causal", c.causal},
-          {"separate", c.separate}};
+          {"separate", c.separate},
+          {"masked", c.masked},
+          {"sinks", c.sinks},
+          {"key_turned", c.key_turned},
+          {"value_turned", c.value_turned}};
 }
 
 std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
@@ -164,19 +204,31 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
     }
   }
   std::vector<int> outs(spec_.separate ? 2 : 1, 0);
-  if (axes[kKeyTable] >= 0 || axes[kPairTable] >= 0 || axes[kValueTable] >= 0) {
+  // not of the batch, and so without an axis that could take the mapped one
+  constexpr int kShared[] = {kKeyTable, kPairTable,   kValueTable,
+                             kSinks,    kKeyDiagonal, kValueDiagonal};
+  const bool used[] = {true, true, true, spec_.sinks, spec_.key_turned, spec_.value_turned};
+  bool shared_mapped = false;
+  for (size_t i = 0; i < std::size(kShared); ++i) {
+    shared_mapped = shared_mapped || (used[i] && axes[kShared[i]] >= 0);
+  }
+  if (shared_mapped) {
     auto mapped = mx::vmap(reference("attention", scalars()), axes, outs);
     return {mapped(in), outs};
   }
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
-    if (i == kKeyTable || i == kPairTable || i == kValueTable) {
-      folded.push_back(in[i]);
+    const bool shared = std::find(std::begin(kShared), std::end(kShared), i) != std::end(kShared);
+    if (shared || (i == kMask && !spec_.masked)) {
+      folded.push_back(shared && axes[i] < 0 ? in[i] : in[kLayout]);
       continue;
     }
     auto a = axes[i] >= 0 ? mx::moveaxis(in[i], axes[i], 0, s) : mx::expand_dims(in[i], 0, s);
     auto shape = a.shape();
     shape[0] = n;
+    if (i == kMask) {  // its batch may be 1 for all
+      shape[1] = in[kQuery].shape(axes[kQuery] == 0 ? 1 : 0);
+    }
     a = mx::broadcast_to(a, shape, s);
     folded.push_back(mx::contiguous(mx::flatten(a, 0, 1, s), false, s));
   }

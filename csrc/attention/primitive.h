@@ -19,14 +19,15 @@ struct AttentionSpec {
   bool key_scaled, key_centred, pair_scaled, value_scaled, value_centred;
   bool causal;
   bool separate;
+  bool masked, sinks, key_turned, value_turned;  // which of the optional inputs there are
 
   bool operator==(const AttentionSpec&) const = default;
 };
 
-/** Order of the array inputs. Arrays that a code does not use repeat its codes. */
+/** Order of the array inputs. In place of one that is not used stands another. */
 enum AttentionInput {
   kQuery,      // [B, Hq, L, Dk]
-  kQueryCode,  // [B, Hq, L, channels of the key codes] float32
+  kQueryCode,  // [B, Hq, L, channels of the key codes] float32; with a key diagonal not used
   kLayout,     // [B, 3] int32: length, coded tokens, position of the first recent tail token
   kKeyTail,    // [B, Hkv, T, Dk]
   kValueTail,  // [B, Hkv, T, Dv]
@@ -43,6 +44,10 @@ enum AttentionInput {
   kValueScales,
   kValueCentres,
   kValueCentreScales,
+  kMask,           // [1 or B, 1 or Hq, 1 or L, 1 or N]
+  kSinks,          // [Hq] float32
+  kKeyDiagonal,    // [1 or Hkv, Dk] float32
+  kValueDiagonal,  // [1 or Hkv, Dv] float32
   kAttentionInputs,
 };
 

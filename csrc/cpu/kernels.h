@@ -43,6 +43,14 @@ struct Tokens {
   int block;
 };
 
+/** What a mask says of the tokens of one query row. */
+struct MaskRow {
+  const void* at;   // of token 0
+  int64_t stride;   // values from one token to the next, 0 or 1
+  int64_t columns;  // tokens from here on are hidden
+  AttentionMask type;
+};
+
 /** Up to kRowGroups * lanes query rows that share a kv head; tokens [first, last) of them. */
 struct AttentionTile {
   Tokens keys, values;
@@ -55,7 +63,8 @@ struct AttentionTile {
   const float* queries;  // [groups, width, lanes], times the softmax scale
   const int* begin;      // [rows]: row r attends to the tokens in [begin, end)
   const int* end;
-  float* max;  // [groups * lanes]: running maximum, sum and output, updated
+  const MaskRow* mask;  // [rows], or null
+  float* max;           // [groups * lanes]: running maximum, sum and output, updated
   float* sum;
   float* out;      // [rows, out_stride(value width)]
   float* scratch;  // attention_scratch()

@@ -12,14 +12,16 @@ longer (grace), so trimming up to one block is exact.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from . import ops
 from .codecs.base import Codec, CodedArrays
-from .packed import Layout, PackedKV, coded_tokens
+from .compressed_array import CompressedArray
+from .packed import MAX_CHANNELS, Layout, PackedKV, coded_tokens
 
 _GROWTH = 4  # blocks by which the body grows
 _PER_BLOCK = ("centres", "centre_scales")  # one entry per block; the other arrays: per token
@@ -36,48 +38,28 @@ class CacheConfig:
         window: Each query reads at least this many last tokens uncompressed.
         block: Tokens are coded in blocks of this many.
         use_metal_kernels: See :func:`vqkv_ext.ops.native`.
+        prefill: What a chunk of several tokens reads of its own tokens. ``"coded"``: what each of
+            them would read if they came one by one, so that no chunking changes a result.
+            ``"dense"``: all of them uncompressed, which is nearer to an uncompressed cache.
     """
 
     sink_tokens: int = 4
     window: int = 64
     block: int = 64
     use_metal_kernels: bool | None = None
+    prefill: Literal["coded", "dense"] = "coded"
 
     def __post_init__(self) -> None:
+        if self.prefill not in ("coded", "dense"):
+            raise ValueError(
+                f"[CacheConfig] prefill must be 'coded' or 'dense', but got {self.prefill!r}."
+            )
         for name, least in (("sink_tokens", 0), ("window", 0), ("block", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
                     f"[CacheConfig] {name} must be an integer >= {least}, but got {value!r}."
                 )
-
-
-class CompressedArray:
-    """Keys or values in a cache, as a model's attention receives them. It has the shape and dtype
-    of the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it."""
-
-    def __init__(self, packed: PackedKV, tokens: int, use_metal_kernels: bool | None):
-        batch, heads, _, width = packed.tail.shape
-        self.packed = packed
-        self.shape = (batch, heads, tokens, width)
-        self.ndim = 4
-        self.dtype = packed.tail.dtype
-        self.use_metal_kernels = use_metal_kernels
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "[CompressedArray] compressed keys and values must be read by vqkv_ext.ops.attention, "
-            "but got used as an array; does this model compute attention by other means than "
-            "mlx_lm's scaled_dot_product_attention?"
-        )
-
-    __getitem__ = __array__ = __matmul__ = __rmatmul__ = __add__ = __mul__ = _refuse
-    __iter__ = __len__ = __mlx__array__ = __mlx_array__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(mx.array, name):
-            self._refuse()
-        raise AttributeError(name)
 
 
 class CompressedKVCache:
@@ -88,10 +70,17 @@ class CompressedKVCache:
         config: Which tokens stay uncompressed.
 
     Raises:
+        ValueError: A codec is wider than attention can read.
         RuntimeError: ``use_metal_kernels`` is True where there are none.
     """
 
     def __init__(self, key_codec: Codec, value_codec: Codec, config: CacheConfig | None = None):
+        for codec in (key_codec, value_codec):
+            if codec.width > MAX_CHANNELS:
+                raise ValueError(
+                    f"[CompressedKVCache] head_dim must be at most {MAX_CHANNELS}, but got "
+                    f"{codec.width} of {codec.name}."
+                )
         self.config = config or CacheConfig()
         ops.native(self.config.use_metal_kernels, "CompressedKVCache")
         self.key_codec = key_codec
@@ -117,18 +106,18 @@ class CompressedKVCache:
             ValueError: Arrays that do not fit the codecs or the tokens held; nothing is appended.
         """
         self._check(keys, values)
-        batch, queries = keys.shape[0], keys.shape[2]
-        config = self.config
+        config, queries = self.config, keys.shape[2]
         total = self.offset + queries
         tails = self._append(keys, values)
-        tail_start = self._tail_start
         due = coded_tokens(total, config.sink_tokens, config.window, config.block)
+        dense = config.prefill == "dense" and queries > 1
+        if dense:
+            handles = self._handles(tails, total)
         if due > self._coded:
             self._encode(tails, due)
-        rows = mx.array([[total, self._coded, tail_start]] * batch, dtype=mx.int32)
-        layout = Layout(rows, config.sink_tokens, config.window, config.block)
+        if not dense:
+            handles = self._handles(tails, total)
         self.offset = total
-        handles = self._handles(tails, layout)
         self._retire(tails)
         return handles
 
@@ -138,6 +127,10 @@ class CompressedKVCache:
             raise ValueError(
                 f"[{op}] keys and values must be [B, H, L, D] and [B, H, L, Dv], but got "
                 f"{keys.shape} and {values.shape}."
+            )
+        if keys.size == 0 or values.size == 0:
+            raise ValueError(
+                f"[{op}] keys must have at least one row, head and token, but got {keys.shape}."
             )
         for what, x, codec in (
             ("keys", keys, self.key_codec),
@@ -203,40 +196,43 @@ class CompressedKVCache:
     def _encode(self, tails: tuple[mx.array, mx.array], due: int) -> None:
         """Code tokens up to the body's ``due``-th, all rows and blocks in one go."""
         bodies = self._bodies or ({}, {})
+        codecs = (self.key_codec, self.value_codec)
+        # all that can fail comes first
+        coded = [self._codes(*x, due) for x in zip(codecs, bodies, tails, strict=True)]
         self._bodies = None
-        for codec, body, tail in zip(
-            (self.key_codec, self.value_codec), bodies, tails, strict=True
-        ):
-            first, block = self._coded, self.config.block
-            if codec.centred and first % block:  # a trim left this block partial
-                last = min(due, first - first % block + block)
-                at = first // block
-                frozen = {n: body[n][:, :, at : at + 1] for n in _PER_BLOCK}
-                self._store(codec, body, tail, first, last, frozen)
-                first = last
-            if first < due:
-                self._store(codec, body, tail, first, due, None)
+        for body, parts in zip(bodies, coded, strict=True):
+            for first, last, arrays in parts:
+                self._store(body, arrays, first, last)
         self._bodies = bodies
         self._coded = due
 
-    def _store(
-        self,
-        codec: Codec,
-        body: CodedArrays,
-        tail: mx.array,
-        first: int,
-        last: int,
-        frozen: CodedArrays | None,
-    ) -> None:
-        """Code body tokens [first, last) from the tail into the arrays of ``body``."""
-        sinks, block = self.config.sink_tokens, self.config.block
-        tokens = tail[:, :, self._slot(sinks + first) : self._slot(sinks + last)]
-        coded = codec.encode(
-            tokens,
-            block=block,
-            frozen=frozen,
-            use_metal_kernels=self.config.use_metal_kernels,
-        )
+    def _codes(
+        self, codec: Codec, body: CodedArrays, tail: mx.array, due: int
+    ) -> list[tuple[int, int, CodedArrays]]:
+        """Codes of the body's tokens up to ``due``, as (first, last, arrays)."""
+        first, block, sinks = self._coded, self.config.block, self.config.sink_tokens
+        parts: list[tuple[int, int, CodedArrays | None]] = []
+        if codec.centred and first % block:  # a trim left this block partial
+            last, at = min(due, first - first % block + block), first // block
+            parts.append((first, last, {n: body[n][:, :, at : at + 1] for n in _PER_BLOCK}))
+            first = last
+        if first < due:
+            parts.append((first, due, None))
+        coded = []
+        for first, last, frozen in parts:
+            tokens = tail[:, :, self._slot(sinks + first) : self._slot(sinks + last)]
+            arrays = codec.encode(
+                tokens,
+                block=block,
+                frozen=frozen,
+                use_metal_kernels=self.config.use_metal_kernels,
+            )
+            coded.append((first, last, arrays))
+        return coded
+
+    def _store(self, body: CodedArrays, coded: CodedArrays, first: int, last: int) -> None:
+        """Put codes of body tokens [first, last) into the arrays of ``body``, in place."""
+        block = self.config.block
         step = _GROWTH * block
         capacity = (last + step - 1) // step * step
         for name, x in coded.items():
@@ -268,8 +264,13 @@ class CompressedKVCache:
         self._tail_start = start
 
     def _handles(
-        self, tails: tuple[mx.array, mx.array], layout: Layout
+        self, tails: tuple[mx.array, mx.array], tokens: int
     ) -> tuple[CompressedArray, CompressedArray]:
+        """What attention reads of ``tokens`` tokens."""
+        c = self.config
+        row = [tokens, self._coded, self._tail_start]
+        rows = mx.array([row] * tails[0].shape[0], dtype=mx.int32)
+        layout = Layout(rows, c.sink_tokens, c.window, c.block)
         handles = []
         for i, (codec, tail) in enumerate(
             zip((self.key_codec, self.value_codec), tails, strict=True)
@@ -279,19 +280,16 @@ class CompressedKVCache:
             else:  # nothing coded yet
                 arrays = codec.empty(*tail.shape[:2])
             # appending updates the cache's own array objects in place: hand out others
-            arrays = {n: mx.array(a) for n, a in arrays.items()}
-            packed = PackedKV(codec.body(arrays), mx.array(tail), layout)
-            handles.append(CompressedArray(packed, self.offset, self.config.use_metal_kernels))
+            arrays = {n: a[...] for n, a in arrays.items()}
+            packed = PackedKV(codec.body(arrays), tail[...], layout)
+            handles.append(CompressedArray(packed, tokens, c.use_metal_kernels))
         return handles[0], handles[1]
 
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""
         if self._tails is None:
             raise RuntimeError("[CompressedKVCache] keys_and_values needs tokens, but got none.")
-        c = self.config
-        row = [self.offset, self._coded, self._tail_start]
-        rows = mx.array([row] * self._tails[0].shape[0], dtype=mx.int32)
-        return self._handles(self._tails, Layout(rows, c.sink_tokens, c.window, c.block))
+        return self._handles(self._tails, self.offset)
 
     # ---- shrinking ----
 
@@ -306,8 +304,11 @@ class CompressedKVCache:
 
         Returns:
             The number of tokens forgotten.
+
+        Raises:
+            TypeError: ``n`` is no integer.
         """
-        n = max(0, min(n, self.offset))
+        n = max(0, min(operator.index(n), self.offset))
         c = self.config
         self.offset -= n
         sinks = c.sink_tokens
@@ -373,7 +374,7 @@ class CompressedKVCache:
             tuple(_own(t) for t in self._tails or (None, None)),
             tuple(tuple(_own(b.get(name)) for name in _ARRAYS) for b in bodies),
             (self.offset, self._coded, self._tail_start),
-            (c.sink_tokens, c.window, c.block),
+            (c.sink_tokens, c.window, c.block, c.prefill),
             self.fingerprint,
         )
 
@@ -388,8 +389,8 @@ class CompressedKVCache:
         present = [
             {n: _own(a) for n, a in zip(_ARRAYS, b, strict=True) if _given(a)} for b in bodies
         ]
-        sinks, window, block = (int(x) for x in spans)
-        self.config = CacheConfig(sinks, window, block, self.config.use_metal_kernels)
+        sinks, window, block = (int(x) for x in spans[:3])
+        self.config = CacheConfig(sinks, window, block, self.config.use_metal_kernels, spans[3])
         self._tails = (_own(tails[0]), _own(tails[1])) if _given(tails[0]) else None
         self._bodies = (present[0], present[1]) if present[0] else None
         self.offset, self._coded, self._tail_start = (int(x) for x in counts)
@@ -416,15 +417,15 @@ class CompressedKVCache:
         new = type(self)(self.key_codec, self.value_codec, self.config)
         new.offset, new._coded, new._tail_start = self.offset, self._coded, self._tail_start
         if self._tails is not None:
-            new._tails = tuple(mx.array(t) for t in self._tails)
+            new._tails = tuple(_own(t) for t in self._tails)
         if self._bodies is not None:
-            new._bodies = tuple({n: mx.array(a) for n, a in b.items()} for b in self._bodies)
+            new._bodies = tuple({n: _own(a) for n, a in b.items()} for b in self._bodies)
         return new
 
 
 def _own(a: mx.array | None) -> mx.array | None:
-    """The same contents as an object that no one else updates in place."""
-    return None if a is None else mx.array(a)
+    """The same contents as an object that no one else updates in place, without a copy."""
+    return None if a is None else a[...]
 
 
 def _given(a: mx.array | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,7 @@ class KVCacheConfig:
 
     Attributes:
         key, value: Preset names or codecs, independent of each other.
-        sink_tokens, window, block: See :class:`vqkv_ext.cache.CacheConfig`.
+        sink_tokens, window, block, prefill: See :class:`vqkv_ext.cache.CacheConfig`.
         per_layer: Layer index to the fields that differ there, such as
             ``{0: {"key": "none", "value": "none"}}``.
         use_metal_kernels: See :func:`vqkv_ext.ops.native`.
@@ -49,6 +49,7 @@ class KVCacheConfig:
     block: int = 64
     per_layer: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     use_metal_kernels: bool | None = None
+    prefill: Literal["coded", "dense"] = "coded"
     method: str | None = None
     head_dim: int | None = None
     bits: int | None = None
@@ -84,7 +85,9 @@ class KVCacheConfig:
 
     def windows(self) -> CacheConfig:
         """The part that says which tokens stay uncompressed."""
-        return CacheConfig(self.sink_tokens, self.window, self.block, self.use_metal_kernels)
+        return CacheConfig(
+            self.sink_tokens, self.window, self.block, self.use_metal_kernels, self.prefill
+        )
 
     def layer(self, index: int) -> KVCacheConfig:
         """The configuration of one layer."""

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import _ext
+from .ops.native import executor
 
 
 def _version(name: str) -> str | None:
@@ -27,8 +28,6 @@ def info() -> dict[str, Any]:
         from: ``"metallib"`` (compiled at build time), ``"source"`` (compiled once per process),
         ``"cuda"`` or ``"none"``.
     """
-    gpu = mx.default_device().type == mx.DeviceType.gpu
-    executor = _ext.gpu_executor() if gpu else ("sim" if _ext.simulated() else "cpu")
     return {
         "vqkv_ext": _version("vqkv-ext"),
         "mlx": mx.__version__,
@@ -36,7 +35,7 @@ def info() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(mx.default_device()),
-        "executor": executor,
+        "executor": executor(),
         "kernels": _ext.kernel_library() if _ext.gpu_executor() != "none" else "none",
         "gpu_executor": _ext.gpu_executor(),
         "simulator": _ext.has_simulator(),

@@ -13,7 +13,12 @@ MAX_CHANNELS = 576
 
 class Transform(Protocol):
     """A linear change of basis between vectors and codes. Attention is linear in it, so it acts on
-    the query (keys) and once on the output (values), never on every token."""
+    the query (keys) and once on the output (values), never on every token.
+
+    A transform may have an attribute ``diagonal``, ``[1 or H, D]``: then :meth:`query` is
+    ``(diagonal * q) H`` and :meth:`inverse` is ``diagonal * (y H^T)``, H being the orthonormal
+    Hadamard matrix, and the attention kernel does both by itself.
+    """
 
     def forward(self, x: mx.array) -> mx.array:
         """Vectors ``[B, H, S, D]`` to the code basis, float32."""

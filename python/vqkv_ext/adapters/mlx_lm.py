@@ -49,6 +49,11 @@ def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs
             )
+        if isinstance(mask, mx.array) and mask.shape[-1] not in (1, keys.shape[2]):
+            raise ValueError(
+                f"[attention] mask must have a column for each of the {keys.shape[2]} tokens, but "
+                f"got shape {mask.shape}."
+            )
         return ops.attention(
             queries,
             keys.packed,

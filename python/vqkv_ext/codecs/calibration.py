@@ -85,7 +85,7 @@ class Calibration:
                 raise ValueError(
                     f"[Calibration] only VecInfer codecs can be saved, but got {key.name}."
                 )
-            arrays[f"layers.{i}.key.smooth"] = key.transform.smooth[:, 0]
+            arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
             arrays[f"layers.{i}.value.codebook"] = value.code.table.astype(mx.float16)
         metadata = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from .transforms import hadamard, has_hadamard, inverse_hadamard
+from .. import ops
+from .transforms import has_hadamard
 
 
 def random_signs(width: int, seed: int) -> mx.array:
@@ -23,14 +24,15 @@ class RandomHadamard:
 
     def __init__(self, width: int, seed: int = 0):
         self.signs = random_signs(width, seed)
+        self.diagonal = self.signs[None]
 
     def forward(self, x: mx.array) -> mx.array:
-        return hadamard(x.astype(mx.float32) * self.signs)
+        return ops.hadamard(x, self.signs)
 
     query = forward
 
     def inverse(self, y: mx.array) -> mx.array:
-        return inverse_hadamard(y) * self.signs
+        return ops.hadamard(y, self.signs, inverse=True)
 
     def arrays(self) -> list[mx.array]:
         return [self.signs]
@@ -63,7 +65,7 @@ class OverlappingHadamards:
     def forward(self, x: mx.array) -> mx.array:
         x = x.astype(mx.float32)
         for i, (a, b) in enumerate(self._slices()):
-            middle = hadamard(x[..., a:b] * self.signs[i])
+            middle = ops.hadamard(x[..., a:b], self.signs[i])
             x = mx.concatenate([x[..., :a], middle, x[..., b:]], axis=-1)
         return x
 
@@ -71,7 +73,7 @@ class OverlappingHadamards:
 
     def inverse(self, y: mx.array) -> mx.array:
         for i, (a, b) in reversed(list(enumerate(self._slices()))):
-            middle = inverse_hadamard(y[..., a:b]) * self.signs[i]
+            middle = ops.hadamard(y[..., a:b], self.signs[i], inverse=True)
             y = mx.concatenate([y[..., :a], middle, y[..., b:]], axis=-1)
         return y
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
+
+from .. import ops
+from ..reference.hadamard import over_heads
 
 _HADAMARD_FACTORS = (1, 12, 20, 28)
 
@@ -15,21 +16,6 @@ def has_hadamard(width: int) -> bool:
     return any(
         width % m == 0 and (width // m) & (width // m - 1) == 0 for m in _HADAMARD_FACTORS if width
     )
-
-
-def hadamard(x: mx.array) -> mx.array:
-    """Orthonormal Hadamard transform of the last axis in float32. Only for powers of two is the
-    matrix symmetric: see :func:`inverse_hadamard`."""
-    return mx.hadamard_transform(x.astype(mx.float32), scale=1 / math.sqrt(x.shape[-1]))
-
-
-def inverse_hadamard(y: mx.array) -> mx.array:
-    """The transpose of :func:`hadamard`, float32."""
-    width = y.shape[-1]
-    if width & (width - 1) == 0:
-        return hadamard(y)
-    matrix = hadamard(mx.eye(width))  # rows are images of the unit vectors: y = x @ matrix
-    return y.astype(mx.float32) @ matrix.T
 
 
 class SmoothedHadamard:
@@ -46,18 +32,16 @@ class SmoothedHadamard:
                 "[SmoothedHadamard] head_dim must be 2^k * m with m in {1, 12, 20, 28}, "
                 f"but got {width}."
             )
-        self.smooth = smooth.astype(mx.float32)[:, None]  # [H or 1, 1, D]
+        self.diagonal = smooth.astype(mx.float32)
 
     def forward(self, x: mx.array) -> mx.array:
-        return hadamard(x.astype(mx.float32) / self.smooth)
+        return over_heads(ops.hadamard, x, 1 / self.diagonal)
 
     def query(self, q: mx.array) -> mx.array:
-        heads = self.smooth.shape[0]
-        grouped = q.astype(mx.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
-        return hadamard((grouped * self.smooth).reshape(q.shape))
+        return over_heads(ops.hadamard, q, self.diagonal)
 
     def inverse(self, y: mx.array) -> mx.array:
-        return inverse_hadamard(y) * self.smooth
+        return over_heads(ops.hadamard, y, self.diagonal, inverse=True)
 
     def arrays(self) -> list[mx.array]:
-        return [self.smooth]
+        return [self.diagonal]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import mlx.core as mx
 
 from .. import _ext, reference
 from ..packed import CodedBody, PackedKV
-from .native import native
+from .native import executor, native
 
 _log = logging.getLogger("vqkv_ext")
 
@@ -17,10 +18,6 @@ def _coded_body(b: CodedBody) -> _ext.Coded:
     pair = None if b.pair is None else _coded_body(b.pair)
     table, stride = b.code.table, b.code.stride
     return _ext.Coded(b.codes, table, stride, b.scales, b.centres, b.centre_scales, pair)
-
-
-def _coded(packed: PackedKV) -> _ext.Coded:
-    return _coded_body(packed.body)
 
 
 def _decoded(b: CodedBody, block: int, width: int, channels: int) -> mx.array:
@@ -51,16 +48,19 @@ def attention(
     ``block * max(0, floor((N - sink_tokens - window) / block))`` tokens after the sinks, and the
     tail for the rest, whatever chunk of the prompt it arrives in.
 
+    The logger ``vqkv_ext`` says at debug level what computed a call.
+
     Args:
         q: ``[B, Hq, L, D]``; float32, float16 or bfloat16.
         keys, values: Of ``Hkv`` heads, ``Hq`` a multiple of it; they share one layout, whose
             lengths include the L query tokens. Widths may differ, up to 576.
         scale: Softmax scale.
         mask: None (every query sees all tokens), ``"causal"`` (aligned at the lower right), or an
-            array broadcastable to ``[B, Hq, L, N]``, boolean (True = visible) or additive, whose
-            columns are logical positions. An array mask excludes nothing beyond what it says.
+            array broadcastable to ``[B, Hq, L, N]``, boolean (True = visible) or additive (-1e30 or
+            less hides a token), whose columns are logical positions. An array mask excludes nothing
+            beyond what it says, except positions that it has no column for.
         sinks: ``[Hq]``, a logit per head that takes part in the softmax without a value.
-        use_metal_kernels: See :func:`native`. Array masks and sinks run in plain mlx for now.
+        use_metal_kernels: See :func:`native`.
 
     Returns:
         ``[B, Hq, L, Dv]`` in the dtype of ``q``. A query that sees nothing gives zeros.
@@ -72,40 +72,85 @@ def attention(
         raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
     if keys.layout is not values.layout:
         raise ValueError("[attention] keys and values must share one Layout, but got two.")
-    array_mask = mask if isinstance(mask, mx.array) else None
-    layout = keys.layout
-    causal = isinstance(mask, str)
-    key_basis, value_basis = keys.body.transform, values.body.transform
-    q_code = key_basis.query(q) if key_basis is not None else q
-    separate = value_basis is not None
-    common = {
+    if native(use_metal_kernels, "attention"):
+        return _native(q, keys, values, scale, mask, sinks)
+    _native(q, keys, values, scale, mask, sinks)  # checks the arguments; never evaluated
+    _log.debug("attention: plain mlx")
+    return _plain(q, keys, values, scale, mask, sinks)
+
+
+def _common(packed: PackedKV, scale: float, mask: str | mx.array | None) -> dict[str, Any]:
+    layout = packed.layout
+    return {
         "scale": scale,
         "sink_tokens": layout.sink_tokens,
         "window": layout.window,
         "block": layout.block,
-        "causal": causal,
-        "separate": separate,
+        "causal": isinstance(mask, str),
     }
-    plain = array_mask is not None or sinks is not None
-    if native(use_metal_kernels, "attention") and not plain:
-        _log.debug("attention: native kernel")
-        parts = _ext.attention(
-            q, q_code, layout.rows, keys.tail, values.tail, _coded(keys), _coded(values), **common
-        )
-    else:
-        _log.debug("attention: plain mlx")
-        parts = reference.attention(
-            q,
-            q_code,
-            layout.rows,
-            keys.tail,
-            values.tail,
-            _decoded(keys.body, layout.block, q.shape[-1], q_code.shape[-1]),
-            _decoded(values.body, layout.block, *values.tail.shape[-1:] * 2),
-            mask=array_mask,
-            sinks=sinks,
-            **common,
-        )
+
+
+def _native(
+    q: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: str | mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    key_basis, value_basis = keys.body.transform, values.body.transform
+    # a basis that is a Hadamard transform is left to the kernel
+    key_diagonal, value_diagonal = (getattr(b, "diagonal", None) for b in (key_basis, value_basis))
+    q_code = key_basis.query(q) if key_basis is not None and key_diagonal is None else None
+    separate = value_basis is not None and value_diagonal is None
+    if _log.isEnabledFor(logging.DEBUG):
+        fused = [n for n, d in (("q", key_diagonal), ("output", value_diagonal)) if d is not None]
+        what = f", basis of {' and '.join(fused)} fused" if fused else ""
+        _log.debug("attention: native, %s kernels%s", executor(), what)
+    parts = _ext.attention(
+        q,
+        q_code,
+        keys.layout.rows,
+        keys.tail,
+        values.tail,
+        _coded_body(keys.body),
+        _coded_body(values.body),
+        mask=mask if isinstance(mask, mx.array) else None,
+        sinks=sinks,
+        key_diagonal=key_diagonal,
+        value_diagonal=value_diagonal,
+        separate=separate,
+        **_common(keys, scale, mask),
+    )
+    if not separate:
+        return parts[0]
+    return (value_basis.inverse(parts[0]) + parts[1]).astype(q.dtype)
+
+
+def _plain(
+    q: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: str | mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    key_basis, value_basis = keys.body.transform, values.body.transform
+    q_code = key_basis.query(q) if key_basis is not None else q
+    block = keys.layout.block
+    parts = reference.attention(
+        q,
+        q_code,
+        keys.layout.rows,
+        keys.tail,
+        values.tail,
+        _decoded(keys.body, block, q.shape[-1], q_code.shape[-1]),
+        _decoded(values.body, block, *values.tail.shape[-1:] * 2),
+        mask=mask if isinstance(mask, mx.array) else None,
+        sinks=sinks,
+        separate=value_basis is not None,
+        **_common(keys, scale, mask),
+    )
     if value_basis is None:
         return parts[0]
     return (value_basis.inverse(parts[0]) + parts[1]).astype(q.dtype)

@@ -7,6 +7,14 @@ import mlx.core as mx
 from .. import _ext
 
 
+def executor() -> str:
+    """What native ops on the default device run on: ``"cpu"``, ``"metal"``, ``"cuda"``, ``"sim"``,
+    or ``"none"`` on a GPU without kernels."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return _ext.gpu_executor()
+    return "sim" if _ext.simulated() else "cpu"
+
+
 def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
     """Whether a native kernel runs on the default device.
 
@@ -20,11 +28,10 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
     """
     if use_metal_kernels is False:
         return False
-    gpu = mx.default_device().type == mx.DeviceType.gpu
-    if use_metal_kernels and not (gpu and _ext.gpu_executor() != "none") and not _ext.simulated():
+    if use_metal_kernels and executor() in ("cpu", "none"):
         raise RuntimeError(
             f"[{what}] use_metal_kernels=True needs a GPU with Metal kernels, but the default "
             f"device is {mx.default_device()} and this build's GPU executor is "
             f"{_ext.gpu_executor()!r}."
         )
-    return not gpu or _ext.gpu_executor() != "none"
+    return executor() != "none"

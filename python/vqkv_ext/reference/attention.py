@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .hadamard import hadamard, over_heads
+
+HIDDEN = -1e30
+"""An additive mask of this or less hides a token."""
+
 
 def decode(
     codes: mx.array,
@@ -92,8 +97,14 @@ def _mask_columns(mask: mx.array, at: mx.array) -> mx.array:
         mask = mask[None]
     batch = at.shape[0]
     mask = mx.broadcast_to(mask, (batch, *mask.shape[1:]))
-    index = mx.clip(at, 0, mask.shape[-1] - 1)[:, None, None]
-    return mx.take_along_axis(mask, mx.broadcast_to(index, (*mask.shape[:3], at.shape[1])), axis=-1)
+    columns = mask.shape[-1]
+    index = mx.clip(at, 0, columns - 1)[:, None, None]
+    index = mx.broadcast_to(index, (*mask.shape[:3], at.shape[1]))
+    extra = mx.take_along_axis(mask, index, axis=-1)
+    if columns == 1:
+        return extra
+    hidden = mx.array(False) if mask.dtype == mx.bool_ else mx.array(-mx.inf, mask.dtype)
+    return mx.where((at < columns)[:, None, None], extra, hidden)
 
 
 def attention(
@@ -137,7 +148,9 @@ def attention(
         if mask.dtype == mx.bool_:
             visible = visible & extra
         else:
-            scores = scores + extra.astype(mx.float32)
+            extra = extra.astype(mx.float32)
+            scores = scores + extra
+            visible = visible & (extra > HIDDEN)
     scores = mx.where(visible, scores, -mx.inf)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
@@ -178,6 +191,9 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
         )
 
     keys, values = side("key", inputs[5:10]), side("value", inputs[13:18])
+    mask, sinks, key_diagonal, value_diagonal = inputs[18:22]
+    if scalars["key_turned"]:
+        q_code = over_heads(hadamard, q, key_diagonal)
     channels = q_code.shape[-1]
     if scalars["pair_stride"]:
         own = q.shape[-1]
@@ -185,7 +201,8 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
         scales = scales if scalars["pair_scaled"] else None
         second = decode(codes, table, int(scalars["pair_stride"]), block, scales)
         keys = mx.concatenate([keys[..., :own], second[..., : channels - own]], axis=-1)
-    return attention(
+    turned = bool(scalars["value_turned"])
+    out = attention(
         q,
         q_code,
         layout,
@@ -198,5 +215,11 @@ def attention_primitive(*inputs: mx.array, **scalars: float) -> list[mx.array]:
         window=int(scalars["window"]),
         block=block,
         causal=bool(scalars["causal"]),
-        separate=bool(scalars["separate"]),
+        separate=turned or bool(scalars["separate"]),
+        mask=mask if scalars["masked"] else None,
+        sinks=sinks if scalars["sinks"] else None,
     )
+    if not turned:
+        return out
+    code, tail = out
+    return [(over_heads(hadamard, code, value_diagonal, inverse=True) + tail).astype(q.dtype)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,6 +42,21 @@ def hadamard(
         turn = lambda v: v @ matrix  # noqa: E731
     y = signs * turn(x) if inverse else turn(x * signs)
     return y.astype(dtype or mx.float32)
+
+
+def over_heads(
+    transform: Callable[..., mx.array], x: mx.array, diagonal: mx.array, **kwargs: Any
+) -> mx.array:
+    """``transform`` (:func:`hadamard`, or its native counterpart) of ``[B, Hq, L, D]`` with a
+    ``[1 or H, D]`` diagonal: of several heads, each serves Hq / H neighbours."""
+    heads = diagonal.shape[0]
+    if heads == 1:
+        return transform(x, diagonal[0], **kwargs)
+    if heads == x.shape[1]:
+        return transform(x, diagonal, **kwargs)
+    group = x.shape[1] // heads
+    grouped = mx.flatten(mx.unflatten(x, 1, (heads, group)), 2, 3)
+    return mx.flatten(mx.unflatten(transform(grouped, diagonal, **kwargs), 2, (group, -1)), 1, 2)
 
 
 def _block_centres(y: mx.array, block: int) -> tuple[mx.array, mx.array]:
