@@ -12,7 +12,8 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
 
     Args:
         use_metal_kernels: None takes the native kernel of the device (CPU or GPU). True insists on
-            the Metal kernels, on a GPU or in the simulator. False takes plain mlx.
+            the Metal kernels: on a GPU, be it by Metal or compiled for CUDA, or in the simulator.
+            False takes plain mlx.
         what: Named in the error.
 
     Raises:
@@ -23,8 +24,8 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
     gpu = mx.default_device().type == mx.DeviceType.gpu
     if use_metal_kernels and not (gpu and _ext.gpu_executor() != "none") and not _ext.simulated():
         raise RuntimeError(
-            f"[{what}] use_metal_kernels=True needs a GPU with Metal kernels, but the default "
-            f"device is {mx.default_device()} and this build's GPU executor is "
+            f"[{what}] use_metal_kernels=True needs a GPU and a build with a GPU executor, but the "
+            f"default device is {mx.default_device()} and this build's GPU executor is "
             f"{_ext.gpu_executor()!r}."
         )
     return not gpu or _ext.gpu_executor() != "none"
