@@ -16,12 +16,15 @@ pytest=("$python" -m pytest -p no:cacheprovider)
 
 build() {
   local own
+  rm -rf "$package"
+  mkdir -p "$(dirname "$package")"
+  cp -r python/vqkv_ext "$package"
+  rm -f "$package"/_ext*.so # of other builds in the tree
   own=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real
   cmake -S . -B build/gpu -G Ninja -DVQKV_CUDA=ON -DPython_EXECUTABLE="$(command -v "$python")" \
     -DVQKV_CUDA_ARCHITECTURES="${ARCHITECTURES:-$own}" \
     -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$package"
   cmake --build build/gpu
-  cp -r python/vqkv_ext/. "$package"
   cp build/gpu/_build.py "$package"
   "$python" -c 'import vqkv_ext; print(vqkv_ext.info())'
 }
