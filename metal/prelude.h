@@ -4,7 +4,7 @@
 //
 //   threadgroup_array(T, name, n);            threadgroup memory, in the body of a kernel
 //   program_constant(T, name, n) = {...};     a table of scalars at program scope
-//   instantiate_kernel("name", func, args...) the kernel template func<args...>, under a name
+//   instantiate_kernel(name, func, args...)   the kernel template func<args...>, under a name
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
@@ -26,7 +26,7 @@ using namespace metal;
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
 #define instantiate_kernel(name, func, ...) \
-  template [[host_name(name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
+  template [[host_name(#name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
 
 #elif defined(MSL_CHECK)
 #include "compat/check.h"

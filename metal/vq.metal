@@ -1,19 +1,19 @@
 #include "vq.h"
 
 #define QUANTIZE_VQ(tname, T, cname, C, D) \
-  instantiate_kernel("quantize_vq_" tname "_" cname "_" #D, quantize_vq, T, C, D)
+  instantiate_kernel(quantize_vq_##tname##_##cname##_##D, quantize_vq, T, C, D)
 #define DEQUANTIZE_VQ(tname, T, cname, C) \
-  instantiate_kernel("dequantize_vq_" tname "_" cname, dequantize_vq, T, C)
-#define VQ(tname, T)                         \
-  QUANTIZE_VQ(tname, T, "uint8", uchar, 0)   \
-  QUANTIZE_VQ(tname, T, "uint8", uchar, 2)   \
-  QUANTIZE_VQ(tname, T, "uint8", uchar, 4)   \
-  QUANTIZE_VQ(tname, T, "uint8", uchar, 8)   \
-  QUANTIZE_VQ(tname, T, "uint16", ushort, 0) \
-  QUANTIZE_VQ(tname, T, "uint16", ushort, 8) \
-  DEQUANTIZE_VQ(tname, T, "uint8", uchar)    \
-  DEQUANTIZE_VQ(tname, T, "uint16", ushort)
+  instantiate_kernel(dequantize_vq_##tname##_##cname, dequantize_vq, T, C)
+#define VQ(tname, T)                       \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 0)   \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 2)   \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 4)   \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 8)   \
+  QUANTIZE_VQ(tname, T, uint16, ushort, 0) \
+  QUANTIZE_VQ(tname, T, uint16, ushort, 8) \
+  DEQUANTIZE_VQ(tname, T, uint8, uchar)    \
+  DEQUANTIZE_VQ(tname, T, uint16, ushort)
 
-VQ("float32", float)
-VQ("float16", half)
-VQ("bfloat16", bfloat)
+VQ(float32, float)
+VQ(float16, half)
+VQ(bfloat16, bfloat)

@@ -1,8 +1,12 @@
-"""Fixtures: tiny models of mlx_lm, codecs fitted to noise, poisoned memory."""
+"""The device (VQKV_DEVICE=cpu or gpu; mlx's default without) and fixtures: seeds, poisoned memory.
+
+What is expected is computed in NumPy or by mlx on the CPU, whatever the device.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +14,18 @@ import pytest
 
 import vqkv_ext  # noqa: F401  (checks the mlx version first)
 from vqkv_ext import _ext
+
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of plain mlx stay float32
+
+
+def pytest_configure() -> None:
+    device = os.environ.get("VQKV_DEVICE")
+    if device not in (None, "cpu", "gpu"):
+        raise pytest.UsageError(f"VQKV_DEVICE must be cpu or gpu, but is {device!r}")
+    if device == "gpu" and _ext.gpu_executor() == "none":
+        raise pytest.UsageError("VQKV_DEVICE=gpu, but this build has no GPU executor")
+    if device is not None:
+        mx.set_default_device(mx.Device(getattr(mx, device)))
 
 
 def pytest_report_header() -> str:

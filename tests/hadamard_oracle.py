@@ -34,7 +34,8 @@ def order_of(width: int) -> int:
 
 def matrix(width: int) -> np.ndarray:
     """H with y = x H, in float64: rows are the images of the unit vectors."""
-    return f64(mx.hadamard_transform(mx.eye(width), scale=1.0)) / math.sqrt(width)
+    eye = mx.eye(width, stream=mx.cpu)
+    return f64(mx.hadamard_transform(eye, scale=1.0, stream=mx.cpu)) / math.sqrt(width)
 
 
 def random(rng, shape, dtype="float32", scale=1.0):

@@ -15,7 +15,7 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
 /** True where this build has a GPU executor ("metal" or "cuda"); its name, else "none". */
 const char* gpu_executor();
 
-/** Where the kernels come from: a metallib, Metal sources, or a CUDA module; loads them. */
+/** Where the kernels come from ("metallib", "source", "fatbin", "none"); loads them. */
 std::string kernel_library();
 
 /** True if eval_cpu must run the Metal kernels in the simulator (VQKV_EXECUTOR=sim). */

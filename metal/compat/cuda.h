@@ -1,5 +1,5 @@
-// MSL for nvcc: a kernel becomes a __device__ function that a generic __global__ entry calls.
-// simdgroups are warps, so a kernel that uses simdgroup functions needs threads % 32 == 0.
+// MSL for nvcc: a kernel becomes a __device__ function that a __global__ one calls. simdgroups are
+// warps, so a kernel that uses simdgroup functions needs threads % 32 == 0.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,36 +22,21 @@
 
 namespace vqkv::cuda {
 
-template <auto F, typename P, typename... B>
-__global__ void entry(B... buffers, P p) {
-  F(buffers..., p, metal::vec<uint, 3>(blockIdx.x, blockIdx.y, blockIdx.z), threadIdx.x,
-    threadIdx.x & 31u, threadIdx.x >> 5);
-}
-
+/** The one argument of a __global__ function, for extern "C" ones cannot be templates. */
 template <auto F>
-struct Bind {
+struct Arguments {
   using S = Signature<decltype(F), metal::vec<uint, 3>>;
 
-  static const void* get() { return get(typename S::Buffers{}); }
-
- private:
-  template <size_t... I>
-  static const void* get(std::index_sequence<I...>) {
-    return reinterpret_cast<const void*>(
-        &entry<F, typename S::Params, typename S::template Arg<I>...>);
-  }
+  void* buffers[S::n_buffers];
+  typename S::Params params;
 };
 
-/**
- * Implemented by the backend that launches. `entry` is the handle cudaLaunchKernel and kernel nodes
- * take (arguments: the buffers, then the params). For the driver API, cudaGetFuncBySymbol turns it
- * into a CUfunction; to load a cubin apart from its host code, walk the registrations once at build
- * time and write down name -> cudaFuncGetName(entry), the mangled name cuModuleGetFunction looks
- * up.
- */
-struct Registrar {
-  Registrar(const char* name, const void* entry, KernelInfo);
-};
+template <auto F, size_t... I>
+__device__ __forceinline__ void call(const Arguments<F>& a, std::index_sequence<I...>) {
+  F(static_cast<typename Arguments<F>::S::template Arg<I>>(a.buffers[I])..., a.params,
+    metal::vec<uint, 3>(blockIdx.x, blockIdx.y, blockIdx.z), threadIdx.x, threadIdx.x & 31u,
+    threadIdx.x >> 5);
+}
 
 }  // namespace vqkv::cuda
 
@@ -143,11 +128,11 @@ MSL_DEVICE void simdgroup_barrier(mem_flags) {
 #define threadgroup_array(T, name, ...) __shared__ T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
 
-#define MSL_JOIN_(a, b) a##b
-#define MSL_JOIN(a, b) MSL_JOIN_(a, b)
-#define instantiate_kernel(name, func, ...)                           \
-  static vqkv::cuda::Registrar MSL_JOIN(msl_registrar_, __COUNTER__)( \
-      name, vqkv::cuda::Bind<&func<__VA_ARGS__>>::get(),              \
-      vqkv::cuda::Bind<&func<__VA_ARGS__>>::S::info());
+// Found by cuModuleGetFunction under the kernel's name with this prefix.
+#define instantiate_kernel(name, func, ...)                                       \
+  extern "C" __global__ void vqkv_##name(                                         \
+      const __grid_constant__ vqkv::cuda::Arguments<&func<__VA_ARGS__>> a) {      \
+    vqkv::cuda::call(a, vqkv::cuda::Arguments<&func<__VA_ARGS__>>::S::Buffers{}); \
+  }
 
 #include "names.h"

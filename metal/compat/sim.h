@@ -153,7 +153,7 @@ inline void simdgroup_barrier(mem_flags, MSL_SITE) {
 #define MSL_JOIN(a, b) MSL_JOIN_(a, b)
 #define instantiate_kernel(name, func, ...)                          \
   static vqkv::sim::Registrar MSL_JOIN(msl_registrar_, __COUNTER__)( \
-      name, &vqkv::sim::Bind<&func<__VA_ARGS__>>::invoke,            \
+      #name, &vqkv::sim::Bind<&func<__VA_ARGS__>>::invoke,           \
       vqkv::sim::Bind<&func<__VA_ARGS__>>::S::info());
 
 #include "names.h"

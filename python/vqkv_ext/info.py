@@ -26,7 +26,7 @@ def info() -> dict[str, Any]:
         A dict of plain values. ``executor`` is what native ops on the default device run on:
         ``"cpu"``, ``"metal"``, ``"cuda"`` or ``"sim"``. ``kernels`` says where GPU kernels come
         from: ``"metallib"`` (compiled at build time), ``"source"`` (compiled once per process),
-        ``"cuda"`` or ``"none"``.
+        ``"fatbin"`` (CUDA, embedded in the extension) or ``"none"``.
     """
     return {
         "vqkv_ext": _version("vqkv-ext"),

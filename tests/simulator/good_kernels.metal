@@ -130,17 +130,17 @@ kernel void good_partial(device const float* unread [[buffer(0)]], device int* o
     out[i] = int(i);
 }
 
-#define GOOD(tname, T)                                           \
-  instantiate_kernel("good_sum_" tname "_256", good_sum, T, 256) \
-  instantiate_kernel("good_sum_" tname "_40", good_sum, T, 40)   \
-  instantiate_kernel("good_reverse_" tname, good_reverse, T, 96) \
-  instantiate_kernel("good_vectors_" tname, good_vectors, T)
-GOOD("float32", float)
-GOOD("float16", half)
-GOOD("bfloat16", bfloat)
-instantiate_kernel("good_simd_float32", good_simd, float)
-instantiate_kernel("good_simd_float16", good_simd, half)
-instantiate_kernel("good_simd_int32", good_simd, int)
-instantiate_kernel("good_simd_uint8", good_simd, uchar)
-instantiate_kernel("good_math", good_math, 0)
-instantiate_kernel("good_partial", good_partial, 0)
+#define GOOD(tname, T)                                          \
+  instantiate_kernel(good_sum_##tname##_256, good_sum, T, 256)  \
+  instantiate_kernel(good_sum_##tname##_40, good_sum, T, 40)    \
+  instantiate_kernel(good_reverse_##tname, good_reverse, T, 96) \
+  instantiate_kernel(good_vectors_##tname, good_vectors, T)
+GOOD(float32, float)
+GOOD(float16, half)
+GOOD(bfloat16, bfloat)
+instantiate_kernel(good_simd_float32, good_simd, float)
+instantiate_kernel(good_simd_float16, good_simd, half)
+instantiate_kernel(good_simd_int32, good_simd, int)
+instantiate_kernel(good_simd_uint8, good_simd, uchar)
+instantiate_kernel(good_math, good_math, 0)
+instantiate_kernel(good_partial, good_partial, 0)

@@ -25,7 +25,7 @@ template <int X>
 kernel void k({arguments}) {{
   {body}
 }}
-instantiate_kernel("k", k, 0)
+instantiate_kernel(k, k, 0)
 """
 BUFFERS = [
     "device const float* in [[buffer(0)]]",

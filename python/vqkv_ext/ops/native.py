@@ -20,7 +20,8 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
 
     Args:
         use_metal_kernels: None takes the native kernel of the device (CPU or GPU). True insists on
-            the Metal kernels, on a GPU or in the simulator. False takes plain mlx.
+            the Metal kernels: on a GPU, be it by Metal or compiled for CUDA, or in the simulator.
+            False takes plain mlx.
         what: Named in the error.
 
     Raises:
@@ -30,8 +31,8 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
         return False
     if use_metal_kernels and executor() in ("cpu", "none"):
         raise RuntimeError(
-            f"[{what}] use_metal_kernels=True needs a GPU with Metal kernels, but the default "
-            f"device is {mx.default_device()} and this build's GPU executor is "
+            f"[{what}] use_metal_kernels=True needs a GPU and a build with a GPU executor, but the "
+            f"default device is {mx.default_device()} and this build's GPU executor is "
             f"{_ext.gpu_executor()!r}."
         )
     return executor() != "none"
