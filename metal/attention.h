@@ -11,6 +11,7 @@
 #define ATTENTION_THREADS 128
 #define ATTENTION_SIMDS 4
 #define ATTENTION_MAX_WIDTH 576
+#define ATTENTION_MAX_SLICES 256
 // Stands for minus infinity and survives fast math.
 #define ATTENTION_NEVER -1.0e30f
 // The least score of a visible token.
@@ -54,21 +55,30 @@ METAL_FUNC int code_boundary(constant AttentionParams& p, int seen, int coded, i
   return p.sink_tokens + metal::min(coded, metal::max(tail_start - p.sink_tokens, limit));
 }
 
-// What weights relative to the maximum m, with the sum l, are to be multiplied by.
-// A sink is one more weight, of no value. A row without any weight gives zeros.
-METAL_FUNC float softmax_share(constant AttentionParams& p, device const float* sinks, int head,
-                               float m, float l) {
-  if (p.sinks) {
-    const float s = metal::max(sinks[head] * LOG2_E, ATTENTION_NEVER);
-    const float top = metal::max(m, s);
-    const float total = l * metal::exp2(m - top) + metal::exp2(s - top);
-    return metal::exp2(m - top) / total;
-  }
-  return l > 0.0f ? 1.0f / l : 0.0f;
+// What a query row sees of the tokens of a slice, body tokens or tail slots: [0, sinks) and
+// [first, last).
+struct RowView {
+  int sinks, first, last;
+};
+
+METAL_FUNC RowView row_view(constant AttentionParams& p, device const int* layout, int b, int token,
+                            bool body) {
+  const int length = layout[b * 3], coded = metal::clamp(layout[b * 3 + 1], 0, p.body);
+  const int tail_start = metal::max(layout[b * 3 + 2], p.sink_tokens);
+  // under an array mask a query may see any token, but reads as codes what it reads by itself
+  const int own = p.causal || p.mask ? length - p.queries + token + 1 : length;
+  const int seen = p.causal ? own : length;
+  const int boundary = code_boundary(p, own, coded, tail_start);
+  RowView v;
+  v.sinks = body ? 0 : metal::min(metal::min(p.sink_tokens, seen), p.tail);
+  v.first = body ? 0 : boundary - tail_start + p.sink_tokens;
+  v.last = body ? metal::min(boundary, seen) - p.sink_tokens
+                : metal::min(seen - tail_start + p.sink_tokens, p.tail);
+  return v;
 }
 
-// Grid: (tiles of R query rows, batch * kv heads, splits). Row r of a kv head is query head r / L
-// of its group at query token r % L. A split takes an even share of the slots [body | tail].
+// Grid: (tiles of R query rows, batch * kv heads, slices). Row r of a kv head is query head r / L
+// of its group at query token r % L. Slices are even shares of the body, then of the tail.
 template <typename T, int DMAX, int R, int KT>
 kernel void attention_tile(
     device const T* q [[buffer(0)]], device const float* q_code [[buffer(1)]],
@@ -81,14 +91,10 @@ kernel void attention_tile(
     device const float* v_table [[buffer(14)]], device const uchar* v_scales [[buffer(15)]],
     device const uchar* v_centres [[buffer(16)]],
     device const uchar* v_centre_scales [[buffer(17)]], device const uchar* mask [[buffer(18)]],
-    device const float* sinks [[buffer(19)]],         // [heads]
-    device const float* key_diagonal [[buffer(20)]],  // of the bases
-    device const float* value_diagonal [[buffer(21)]],
-    device T* out [[buffer(22)]],       // where nothing is merged: the result
-    device float* part [[buffer(23)]],  // [rows, splits, Dv]: all, or with p.separate from codes
-    device float* part_tail [[buffer(24)]],  // [rows, splits, Dv] with p.separate: from the tail
-    device float* part_ml [[buffer(25)]],    // [rows, splits, 2]: maximum and sum of weights
-    constant AttentionParams& p [[buffer(26)]], uint3 tgid [[threadgroup_position_in_grid]],
+    device const float* key_diagonal [[buffer(19)]],
+    device float* part [[buffer(20)]],     // [rows, slices, Dv]: sums of weighted values
+    device float* part_ml [[buffer(21)]],  // [rows, slices, 2]: maximum and sum of weights
+    constant AttentionParams& p [[buffer(22)]], uint3 tgid [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int STRIDE = DMAX + 1;  // spreads the rows of a tile over the memory banks
@@ -100,45 +106,59 @@ kernel void attention_tile(
   threadgroup_array(float, row_m, R);
   threadgroup_array(float, row_l, R);
   threadgroup_array(long, row_mask, R);
-  threadgroup_array(int, row_seen, R);
-  threadgroup_array(int, row_boundary, R);
+  threadgroup_array(int, row_sinks, R);
+  threadgroup_array(int, row_first, R);
+  threadgroup_array(int, row_last, R);
 
   const int group = p.heads / p.kv_heads;
   const int rows = group * p.queries;
   const int row0 = int(tgid.x) * R;
   const long bh = tgid.y;
   const int b = int(bh) / p.kv_heads, h = int(bh) % p.kv_heads;
-  const int length = layout[b * 3], coded = metal::clamp(layout[b * 3 + 1], 0, p.body);
-  const int tail_start = metal::max(layout[b * 3 + 2], p.sink_tokens);
+  const bool body = int(tgid.z) < p.splits;
 
   for (int r = int(tid); r < R; r += ATTENTION_THREADS) {
     const int token = (row0 + r) % p.queries;
-    // under an array mask a query may see any token, but reads as codes what it reads by itself
-    const int own = p.causal || p.mask ? length - p.queries + token + 1 : length;
     const int head = h * group + (row0 + r) / p.queries;
-    row_seen[r] = row0 + r < rows ? (p.causal ? own : length) : 0;
-    row_boundary[r] = code_boundary(p, own, coded, tail_start);
+    RowView v = row_view(p, layout, b, token, body);
+    const bool there = row0 + r < rows;
+    row_sinks[r] = there ? v.sinks : 0;
+    row_first[r] = v.first;
+    row_last[r] = there ? v.last : 0;
     row_mask[r] = b * p.mask_strides[0] + head * p.mask_strides[1] + token * p.mask_strides[2];
     row_m[r] = ATTENTION_NEVER;
     row_l[r] = 0.0f;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  int body_end = 0, seen_end = 0;
-  for (int r = 0; r < R; r++) {
-    body_end = metal::max(body_end, metal::min(row_boundary[r], row_seen[r]) - p.sink_tokens);
-    seen_end = metal::max(seen_end, row_seen[r]);
+  const int own = p.key.entries * p.key.dims, channels = own + p.pair.entries * p.pair.dims;
+  const int key_width = body ? channels : p.key_dim;
+  const bool turned = body && p.key_basis.order > 0;
+  for (int i = int(tid); i < R * key_width; i += ATTENTION_THREADS) {
+    const int r = i / key_width, d = i % key_width;
+    float v = 0.0f;
+    if (row0 + r < rows) {
+      const long head = h * group + (row0 + r) / p.queries;
+      const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries);
+      v = body && !turned ? q_code[at * key_width + d] : float(q[at * key_width + d]);
+      if (turned)
+        v *= key_diagonal[(p.key_basis.per_head ? h * key_width : 0) + d];
+    }
+    qs[r * DMAX + d] = v * p.scale;
   }
-  int tail_end = metal::min(p.sink_tokens, seen_end) + metal::max(seen_end - tail_start, 0);
-  tail_end = metal::min(tail_end, p.tail);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (turned)
+    transform_rows<R * DMAX / ATTENTION_THREADS>(qs, R, key_width, DMAX, p.key_basis, false, tid,
+                                                 ATTENTION_THREADS);
 
-  // this split's share of the slots
-  const int share = (p.body + p.tail + p.splits - 1) / p.splits;
-  const int slot0 = int(tgid.z) * share, slot1 = slot0 + share;
-  const int begins[2] = {metal::min(slot0, p.body), metal::max(slot0 - p.body, 0)};
-  const int ends[2] = {metal::min(slot1, body_end), metal::min(slot1 - p.body, tail_end)};
+  // this slice's share of what any row sees
+  int end_of_all = 0;
+  for (int r = 0; r < R; r++)
+    end_of_all = metal::max(end_of_all, metal::max(row_sinks[r], row_last[r]));
+  const int slice = body ? int(tgid.z) : int(tgid.z) - p.splits;
+  const int slices = body ? p.splits : p.tail_splits;
+  const int share = (end_of_all + slices - 1) / slices;
+  const int end = metal::min((slice + 1) * share, end_of_all);
 
   const long blocks = (p.body + p.block - 1) / p.block;
-  const int own = p.key.entries * p.key.dims, channels = own + p.pair.entries * p.pair.dims;
   const CodedTokens kc = coded_tokens(p.key, k_codes, k_table, k_scales, k_centres, k_centre_scales,
                                       bh, h, p.body, blocks, own);
   const CodedTokens pc = coded_tokens(p.pair, pair_codes, pair_table, pair_scales, pair_scales,
@@ -147,196 +167,92 @@ kernel void attention_tile(
                                       v_centre_scales, bh, h, p.body, blocks, p.value_dim);
   device const T* kt = k_tail + bh * p.tail * p.key_dim;
   device const T* vt = v_tail + bh * p.tail * p.value_dim;
+  const int tail_start = metal::max(layout[b * 3 + 2], p.sink_tokens);
 
-  float acc[R * COLS], acc_body[R * COLS];
-  for (int i = 0; i < R * COLS; i++) {
+  float acc[R * COLS];
+  for (int i = 0; i < R * COLS; i++)
     acc[i] = 0.0f;
-    acc_body[i] = 0.0f;
-  }
 
-  for (int part_index = 0; part_index < 2; part_index++) {
-    const bool body = part_index == 0;
-    const int key_width = body ? channels : p.key_dim;
-    const int end = ends[part_index];
-    if (begins[part_index] < end) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      const bool turned = body && p.key_basis.order > 0;
-      for (int i = int(tid); i < R * key_width; i += ATTENTION_THREADS) {
-        const int r = i / key_width, d = i % key_width;
-        float v = 0.0f;
-        if (row0 + r < rows) {
-          const long head = h * group + (row0 + r) / p.queries;
-          const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries);
-          v = body && !turned ? q_code[at * key_width + d] : float(q[at * key_width + d]);
-          if (turned)
-            v *= key_diagonal[(p.key_basis.per_head ? h * key_width : 0) + d];
-        }
-        qs[r * DMAX + d] = v * p.scale;
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (turned)
-        transform_rows<R * DMAX / ATTENTION_THREADS>(qs, R, key_width, DMAX, p.key_basis, false,
-                                                     tid, ATTENTION_THREADS);
+  for (int first = slice * share; first < end; first += KT) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (body) {
+      decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.key, kc, p.block, first, end, tid);
+      decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile + own, p.pair, pc, p.block, first, end, tid);
+    } else {
+      load_tile<T, KT, STRIDE>(tile, kt, p.key_dim, first, end, tid);
     }
-    for (int first = begins[part_index]; first < end; first += KT) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (body) {
-        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.key, kc, p.block, first, end, tid);
-        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile + own, p.pair, pc, p.block, first, end,
-                                                   tid);
-      } else {
-        load_tile<T, KT, STRIDE>(tile, kt, p.key_dim, first, end, tid);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int i = int(tid); i < R * KT; i += ATTENTION_THREADS) {
-        const int r = i / KT, k = i % KT, slot = first + k;
-        const int position = body ? slot + p.sink_tokens : tail_position(p, slot, tail_start);
-        bool visible = slot < end && position < row_seen[r];
-        if (body) {
-          visible = visible && position < row_boundary[r];
-        } else {
-          visible = visible && (slot < p.sink_tokens || position >= row_boundary[r]);
-        }
-        float s = ATTENTION_NEVER;
-        if (visible) {
-          s = 0.0f;
-          for (int d = 0; d < key_width; d++) {
-            s = metal::fma(qs[r * DMAX + d], tile[k * STRIDE + d], s);
-          }
-          if (p.mask)
-            s = masked(p, mask, row_mask[r], position, s);
-        }
-        weight[i] = s;
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int r = int(sg); r < R; r += ATTENTION_SIMDS) {
-        const float s =
-            int(lane) < KT ? weight[r * KT + (int(lane) < KT ? int(lane) : 0)] : ATTENTION_NEVER;
-        const float m = row_m[r], m_new = metal::max(m, simd_max(s));
-        const float w = s > ATTENTION_NEVER ? metal::exp2(s - m_new) : 0.0f;
-        const float sum = simd_sum(w);
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        if (int(lane) < KT)
-          weight[r * KT + int(lane)] = w;
-        if (lane == 0) {
-          const float a = metal::exp2(m - m_new);
-          rescale[r] = a;
-          row_l[r] = row_l[r] * a + sum;
-          row_m[r] = m_new;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = int(tid); i < R * KT; i += ATTENTION_THREADS) {
+      const int r = i / KT, k = i % KT, slot = first + k;
+      const bool visible =
+          slot < end && (slot < row_sinks[r] || (slot >= row_first[r] && slot < row_last[r]));
+      float s = ATTENTION_NEVER;
+      if (visible) {
+        s = 0.0f;
+        for (int d = 0; d < key_width; d++)
+          s = metal::fma(qs[r * DMAX + d], tile[k * STRIDE + d], s);
+        if (p.mask) {
+          const int position = body ? slot + p.sink_tokens : tail_position(p, slot, tail_start);
+          s = masked(p, mask, row_mask[r], position, s);
         }
       }
-      if (body) {
-        decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.value, vc, p.block, first, end, tid);
-      } else {
-        load_tile<T, KT, STRIDE>(tile, vt, p.value_dim, first, end, tid);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int c = 0; c < COLS; c++) {
-        const int d = int(tid) + c * ATTENTION_THREADS;
-        if (d < p.value_dim) {
-          for (int r = 0; r < R; r++) {
-            float a = acc[r * COLS + c] * rescale[r];
-            acc_body[r * COLS + c] *= rescale[r];
-            for (int k = 0; k < KT; k++) {
-              a = metal::fma(weight[r * KT + k], tile[k * STRIDE + d], a);
-            }
-            acc[r * COLS + c] = a;
-          }
-        }
+      weight[i] = s;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int r = int(sg); r < R; r += ATTENTION_SIMDS) {
+      const float s =
+          int(lane) < KT ? weight[r * KT + (int(lane) < KT ? int(lane) : 0)] : ATTENTION_NEVER;
+      const float m = row_m[r], m_new = metal::max(m, simd_max(s));
+      const float w = s > ATTENTION_NEVER ? metal::exp2(s - m_new) : 0.0f;
+      const float sum = simd_sum(w);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      if (int(lane) < KT)
+        weight[r * KT + int(lane)] = w;
+      if (lane == 0) {
+        const float a = metal::exp2(m - m_new);
+        rescale[r] = a;
+        row_l[r] = row_l[r] * a + sum;
+        row_m[r] = m_new;
       }
     }
-    if (body && p.separate) {
-      for (int i = 0; i < R * COLS; i++) {
-        acc_body[i] = acc[i];
-        acc[i] = 0.0f;
-      }
+    if (body) {
+      decode_tile<KT, STRIDE, ATTENTION_THREADS>(tile, p.value, vc, p.block, first, end, tid);
+    } else {
+      load_tile<T, KT, STRIDE>(tile, vt, p.value_dim, first, end, tid);
     }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  const bool merged = p.splits > 1 || p.value_basis.order > 0;
-  for (int r = 0; r < R && row0 + r < rows; r++) {
-    const long head = h * group + (row0 + r) / p.queries;
-    const long row = (b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries;
-    const float inv = merged ? 1.0f : softmax_share(p, sinks, int(head), row_m[r], row_l[r]);
-    const long at = (row * p.splits + tgid.z) * p.value_dim;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int c = 0; c < COLS; c++) {
       const int d = int(tid) + c * ATTENTION_THREADS;
       if (d < p.value_dim) {
-        const float v = acc[r * COLS + c] * inv;
-        if (p.separate) {
-          part[at + d] = acc_body[r * COLS + c] * inv;
-          part_tail[at + d] = v;
-        } else if (merged) {
-          part[at + d] = v;
-        } else {
-          out[at + d] = T(v);
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          float a = acc[r * COLS + c] * rescale[r];
+          for (int k = 0; k < KT; k++)
+            a = metal::fma(weight[r * KT + k], tile[k * STRIDE + d], a);
+          acc[r * COLS + c] = a;
         }
       }
     }
-    if (merged && tid == 0) {
-      part_ml[(row * p.splits + tgid.z) * 2] = row_m[r];
-      part_ml[(row * p.splits + tgid.z) * 2 + 1] = row_l[r];
-    }
   }
-}
-
-// Second pass: one threadgroup merges the splits of one query row, and turns what the codes gave
-// back into the basis of the values.
-template <typename T>
-kernel void attention_merge(
-    device const float* part [[buffer(0)]], device const float* part_tail [[buffer(1)]],
-    device const float* part_ml [[buffer(2)]], device const float* sinks [[buffer(3)]],
-    device const float* value_diagonal [[buffer(4)]], device T* out [[buffer(5)]],
-    device float* out_code [[buffer(6)]], device float* out_tail [[buffer(7)]],
-    constant AttentionParams& p [[buffer(8)]], uint3 tgid [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint sg [[simdgroup_index_in_threadgroup]]) {
-  constexpr int HELD = (ATTENTION_MAX_WIDTH + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
-  threadgroup_array(float, code, ATTENTION_MAX_WIDTH);
-  const long row = tgid.x;
-  const int head = int(row / p.queries % p.heads), kv_head = head / (p.heads / p.kv_heads);
-  device const float* ml = part_ml + row * p.splits * 2;
-  float m = ATTENTION_NEVER;
-  for (int s = 0; s < p.splits; s++)
-    m = metal::max(m, ml[s * 2]);
-  float l = 0.0f;
-  for (int s = 0; s < p.splits; s++)
-    l += ml[s * 2 + 1] * metal::exp2(ml[s * 2] - m);
-  const float share = softmax_share(p, sinks, head, m, l);
-  float tail[HELD];
-  for (int k = 0; k < HELD; k++) {
-    const int d = int(tid) + k * ATTENTION_THREADS;
-    float a = 0.0f, t = 0.0f;
-    for (int s = 0; d < p.value_dim && s < p.splits; s++) {
-      const float w = metal::exp2(ml[s * 2] - m) * share;
-      const long at = (row * p.splits + s) * p.value_dim + d;
-      a = metal::fma(part[at], w, a);
-      if (p.separate)
-        t = metal::fma(part_tail[at], w, t);
-    }
-    if (d < p.value_dim)
-      code[d] = a;
-    tail[k] = t;
-  }
-  const bool turned = p.value_basis.order > 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (turned)
-    transform_rows<HELD>(code, 1, p.value_dim, p.value_dim, p.value_basis, true, tid,
-                         ATTENTION_THREADS);
-  for (int k = 0; k < HELD; k++) {
-    const int d = int(tid) + k * ATTENTION_THREADS;
-    if (d >= p.value_dim)
+
+  const int all = p.splits + p.tail_splits;
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (row0 + r >= rows)
       continue;
-    const long at = row * p.value_dim + d;
-    if (turned) {
-      const int of = (p.value_basis.per_head ? kv_head * p.value_dim : 0) + d;
-      out[at] = T(metal::fma(code[d], value_diagonal[of], tail[k]));
-    } else if (p.separate) {
-      out_code[at] = code[d];
-      out_tail[at] = tail[k];
-    } else {
-      out[at] = T(code[d]);
+    const long head = h * group + (row0 + r) / p.queries;
+    const long row = (b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries;
+    const long at = row * all + tgid.z;
+#pragma unroll
+    for (int c = 0; c < COLS; c++) {
+      const int d = int(tid) + c * ATTENTION_THREADS;
+      if (d < p.value_dim)
+        part[at * p.value_dim + d] = acc[r * COLS + c];
+    }
+    if (tid == 0) {
+      part_ml[at * 2] = row_m[r];
+      part_ml[at * 2 + 1] = row_l[r];
     }
   }
 }

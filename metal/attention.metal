@@ -1,5 +1,8 @@
 #include "attention.h"
 
+#include "attention_matrix.h"
+#include "attention_merge.h"
+
 // Query rows and tokens per tile shrink with the width, to stay within 32 KiB of threadgroup
 // memory.
 #define ATTENTION(tname, T)                                                        \
@@ -11,3 +14,15 @@
 ATTENTION(float32, float)
 ATTENTION(float16, half)
 ATTENTION(bfloat16, bfloat)
+
+// Width, values per code, query rows.
+#define MATRIX_ROWS(tname, T, D, CODE)                                                             \
+  instantiate_kernel(attention_matrix_##tname##_##D##_##CODE##_8, attention_matrix, T, D, CODE, 1) \
+  instantiate_kernel(attention_matrix_##tname##_##D##_##CODE##_16, attention_matrix, T, D, CODE, 2)
+#define MATRIX_CODES(tname, T, D) \
+  MATRIX_ROWS(tname, T, D, 2) MATRIX_ROWS(tname, T, D, 4) MATRIX_ROWS(tname, T, D, 8)
+#define MATRIX(tname, T) \
+  MATRIX_CODES(tname, T, 64) MATRIX_CODES(tname, T, 128) MATRIX_CODES(tname, T, 256)
+
+MATRIX(float16, half)
+MATRIX(bfloat16, bfloat)

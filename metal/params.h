@@ -63,8 +63,9 @@ struct AttentionParams {
   int mask;          // AttentionMask
   int mask_columns;  // logical positions the mask knows, later ones are hidden; 1: it is for all
   int sinks;         // 1: a logit per query head takes part in the softmax, without a value
-  int splits;        // key splits of a (row, kv head, query tile); 1: the tile writes the output
-  int separate;      // 1: parts from codes and tail go to outputs of their own
+  int splits;        // parts of the body, each a slice of the grid
+  int tail_splits;   // parts of the tail, further slices
+  int separate;      // 1: what codes and tail gave go to outputs of their own
   float scale;       // softmax scale times log2(e)
 };
 

@@ -6,6 +6,12 @@
 //   program_constant(T, name, n) = {...};     a table of scalars at program scope
 //   instantiate_kernel(name, func, args...)   the kernel template func<args...>, under a name
 //
+// Matrices of 8 x 8 of a simdgroup: a lane holds the elements (matrix_row(lane),
+// matrix_column(lane)) and the next one of that row as a pair, half2, bfloat2 or float2.
+//   matrix_right(b)                what stands on the right of a product, as the next takes it
+//   matrix_multiply_add(c, a, b)   c[i] += a[2 i] b[0] + a[2 i + 1] b[1] for i = 0, 1
+//   matrix_sum_rows(x), matrix_max_rows(x)   over the lanes of equal column
+//
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
 //   uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]
@@ -19,9 +25,12 @@
 #if defined(__METAL_VERSION__)
 
 #include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
 using namespace metal;
+
+#include "simdgroup_matrix.h"
 
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]

@@ -14,8 +14,8 @@ struct Variant {
 constexpr Variant kVariants[] = {{128, 16}, {256, 8}, {576, 4}};
 constexpr uint32_t kThreads = 128;
 
-// Enough threadgroups for a large GPU, but never less than 256 slots of work for one.
-constexpr int64_t kTargetGroups = 512, kSlotsPerSplit = 256, kMaxSplits = 64;
+// Enough threadgroups for a large GPU, but never less than 256 tokens of work for one.
+constexpr int64_t kTargetGroups = 528, kTokensPerSlice = 256, kMaxSlices = 120;
 
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
   mx::array a(std::move(shape), dtype, nullptr, {});
@@ -24,52 +24,87 @@ mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& te
   return a;
 }
 
+/** Slices for `tokens` tokens of each of `groups` (row tile, kv head) pairs. */
+int slices(int64_t tokens, int64_t groups) {
+  if (tokens == 0) {
+    return 0;
+  }
+  const int64_t wanted = (kTargetGroups + groups - 1) / std::max<int64_t>(1, groups);
+  const int64_t useful = (tokens + kTokensPerSlice - 1) / kTokensPerSlice;
+  return static_cast<int>(std::clamp<int64_t>(std::min(wanted, useful), 1, kMaxSlices));
+}
+
+/** Whether attention_matrix reads such codes: bytes that select rows of one table per head. */
+bool in_bytes(const CodeParams& c, int width) {
+  return c.window == 8 && c.stride == 8 && !c.per_group && c.entries * c.dims == width &&
+         (c.dims == 2 || c.dims == 4 || c.dims == 8);
+}
+
+/** Vectors of 16 bytes are read where they lie. */
+bool aligned(const mx::array& a) {
+  return a.offset() % 16 == 0;
+}
+
+/** Whether the kernel for simdgroup matrices can do this call. */
+bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
+  const int width = p.key_dim;
+  const bool even = width == 64 || width == 128 || width == 256;
+  const bool equal =
+      p.value_dim == width && in[kQueryCode].shape(3) == width && p.key.dims == p.value.dims;
+  return in[kQuery].dtype() != mx::float32 && even && equal && in_bytes(p.key, width) &&
+         in_bytes(p.value, width) && p.pair.entries == 0 && p.mask == MASK_NONE &&
+         (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
+         aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
+         aligned(in[kKeyCentres]);
+}
+
 }  // namespace
 
 std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
                                      const std::vector<mx::array>& out, AttentionParams p,
                                      std::vector<mx::array>& temporaries) {
-  const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
-  const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),
-                                     [&](const Variant& v) { return width <= v.width; });
   const auto dtype = in[kQuery].dtype();
-  const int64_t tiles = groups(int64_t(p.heads / p.kv_heads) * p.queries, variant->rows);
+  const int64_t rows_of_head = int64_t(p.heads / p.kv_heads) * p.queries;
   const int64_t heads = int64_t(p.batch) * p.kv_heads;
-  const int64_t slots = int64_t(p.body) + p.tail;
-  p.splits = static_cast<int>(std::clamp<int64_t>(
-      std::min(kTargetGroups / std::max<int64_t>(1, tiles * heads), slots / kSlotsPerSplit), 1,
-      kMaxSplits));
-
-  const int64_t rows = int64_t(p.batch) * p.heads * p.queries;
-  const bool turned = p.value_basis.order > 0, merged = p.splits > 1 || turned;
-  const bool separate = p.separate;  // as outputs of the whole
-  p.separate = separate || turned;   // as outputs of the first pass
-  auto unused = [&](mx::Dtype t) { return temporary({1}, t, temporaries); };
-  auto partial = [&](int last) {
-    return temporary({static_cast<int>(rows), p.splits, last}, mx::float32, temporaries);
-  };
-  auto result = separate ? unused(dtype) : out[0];
-  auto code = separate ? out[0] : unused(mx::float32);
-  auto tail = separate ? out[1] : unused(mx::float32);
 
   Launch first;
-  first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
-  first.inputs = in;
-  first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(p.splits)};
+  int rows_per_group;
+  if (fits_matrices(in, p)) {
+    rows_per_group = rows_of_head <= 8 ? 8 : 16;
+    first.kernel = "attention_matrix_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" +
+                   std::to_string(p.key.dims) + "_" + std::to_string(rows_per_group);
+  } else {
+    const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
+    const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),
+                                       [&](const Variant& v) { return width <= v.width; });
+    rows_per_group = variant->rows;
+    first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
+  }
+  const int64_t tiles = groups(rows_of_head, rows_per_group);
+  p.splits = slices(p.body, tiles * heads);
+  p.tail_splits = slices(p.tail, tiles * heads);
+  const int all = std::max(p.splits + p.tail_splits, 1);
+  p.tail_splits = all - p.splits;
+
+  const int rows = static_cast<int>(heads * rows_of_head);
+  auto part = temporary({rows, all, p.value_dim}, mx::float32, temporaries);
+  auto part_ml = temporary({rows, all, 2}, mx::float32, temporaries);
+  first.inputs.assign(in.begin(), in.begin() + kSinks);
+  first.inputs.push_back(in[kKeyDiagonal]);
+  first.outputs = {part, part_ml};
+  first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(all)};
   first.threads = kThreads;
   first.set_params(p);
-  if (!merged) {
-    first.outputs = {result, code, tail, unused(mx::float32)};
-    return {first};
-  }
-  auto part = partial(p.value_dim), part_ml = partial(2);
-  auto part_tail = p.separate ? partial(p.value_dim) : unused(mx::float32);
-  first.outputs = {unused(dtype), part, part_tail, part_ml};
 
+  auto unused = [&](mx::Dtype t) { return temporary({1}, t, temporaries); };
   Launch merge;
   merge.kernel = "attention_merge_" + dtype_name(dtype);
-  merge.inputs = {part, part_tail, part_ml, in[kSinks], in[kValueDiagonal]};
-  merge.outputs = {result, code, tail};
+  merge.inputs = {part, part_ml, in[kSinks], in[kValueDiagonal]};
+  if (p.separate) {
+    merge.outputs = {unused(dtype), out[0], out[1]};
+  } else {
+    merge.outputs = {out[0], unused(mx::float32), unused(mx::float32)};
+  }
   merge.grid = {groups(rows, 1), 1, 1};
   merge.threads = kThreads;
   merge.set_params(p);

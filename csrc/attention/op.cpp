@@ -98,7 +98,8 @@ void check_diagonal(const char* side, const mx::array& d, int heads, int width) 
 
 void check_mask(const mx::array& m, const mx::array& q) {
   bool fits = m.ndim() <= 4;
-  for (int i = 2; fits && i <= static_cast<int>(m.ndim()); ++i) {  // all axes but the last, from the right
+  for (int i = 2; fits && i <= static_cast<int>(m.ndim());
+       ++i) {  // all axes but the last, from the right
     const int n = m.shape(-i);
     fits = n == 1 || n == q.shape(3 - i + 1);
   }

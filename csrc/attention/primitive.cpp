@@ -80,7 +80,6 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   p.block = spec.block;
   p.causal = spec.causal;
   p.separate = spec.separate;
-  p.splits = 1;
   if (spec.masked) {
     set_mask(p, in[kMask]);
   }

@@ -68,7 +68,7 @@ class Attention : public mx::Primitive {
   AttentionSpec spec_;
 };
 
-/** Parameters of a call, `splits` left at 1. */
+/** Parameters of a call, without the slices of the grid. */
 AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec);
 
 /** Launches over `in`, and the temporaries they share; `out` has its data already. */

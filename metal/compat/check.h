@@ -214,6 +214,15 @@ MSL_SIMD_VECTORS(float)
 #undef MSL_SIMD_VECTORS
 #undef MSL_SIMD
 
+uint matrix_row(uint);
+uint matrix_column(uint);
+half2 matrix_right(half2);
+bfloat2 matrix_right(bfloat2);
+void matrix_multiply_add(thread float2*, thread const half2*, thread const half2*);
+void matrix_multiply_add(thread float2*, thread const bfloat2*, thread const bfloat2*);
+float matrix_sum_rows(float);
+float matrix_max_rows(float);
+
 }  // namespace metal
 #undef MSL_EACH_VECTOR
 

@@ -119,9 +119,54 @@ MSL_DEVICE void threadgroup_barrier(mem_flags) {
 MSL_DEVICE void simdgroup_barrier(mem_flags) {
   __syncwarp();
 }
+
+MSL_DEVICE uint matrix_row(uint lane) {
+  return lane >> 2;
+}
+MSL_DEVICE uint matrix_column(uint lane) {
+  return (lane & 3u) << 1;
+}
+template <typename Pair>
+MSL_DEVICE Pair matrix_right(Pair b) {
+  uint32_t word = bit_cast<uint32_t>(b);
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+  return bit_cast<Pair>(word);
+}
+#define MSL_MMA(T, TYPE)                                                                          \
+  MSL_DEVICE void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) { \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                    \
+        ".f32 "                                                                                   \
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+        : "+f"(c[0].x), "+f"(c[0].y), "+f"(c[1].x), "+f"(c[1].y)                                  \
+        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                           \
+          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])),                           \
+          "r"(bit_cast<uint32_t>(b[0])), "r"(bit_cast<uint32_t>(b[1])));                          \
+  }
+MSL_MMA(half, "f16")
+MSL_MMA(bfloat, "bf16")
+#undef MSL_MMA
+MSL_DEVICE float matrix_sum_rows(float x) {
+#pragma unroll
+  for (int h = 4; h <= 16; h *= 2)
+    x += simd_shuffle_xor(x, ushort(h));
+  return x;
+}
+MSL_DEVICE float matrix_max_rows(float x) {
+#pragma unroll
+  for (int h = 4; h <= 16; h *= 2)
+    x = metal::max(x, simd_shuffle_xor(x, ushort(h)));
+  return x;
+}
 #undef MSL_DEVICE
 
 }  // namespace metal
+
+using metal::matrix_column;
+using metal::matrix_max_rows;
+using metal::matrix_multiply_add;
+using metal::matrix_right;
+using metal::matrix_row;
+using metal::matrix_sum_rows;
 
 #define kernel __device__ __forceinline__
 #define METAL_FUNC __device__ __forceinline__

@@ -136,9 +136,67 @@ inline void threadgroup_barrier(mem_flags, MSL_SITE) {
 inline void simdgroup_barrier(mem_flags, MSL_SITE) {
   vqkv::sim::exchange("", 1, "simdgroup_barrier", site);
 }
+
+// Elements lie as in Apple's GPUs.
+inline uint matrix_row(uint lane) {
+  return ((lane >> 2) & 4u) + ((lane >> 1) & 3u);
+}
+inline uint matrix_column(uint lane) {
+  return ((lane >> 1) & 4u) + ((lane & 1u) << 1);
+}
+template <typename Pair>
+inline Pair matrix_right(Pair b) {
+  return b;
+}
+template <typename T>
+inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b,
+                                MSL_SITE) {
+  auto element = [](const vqkv::sim::Exchange& e, uint matrix, uint row, uint column) {
+    const uint lane = (row >> 2 << 4) + ((row & 3) << 1) + (column >> 2 << 3) + (column >> 1 & 1);
+    vec<T, 2> pair;
+    memcpy(static_cast<void*>(&pair), e.posted[lane] + matrix * sizeof(pair), sizeof(pair));
+    return float(pair[column & 1]);
+  };
+  const uint row = matrix_row(vqkv::sim::lane()), column = matrix_column(vqkv::sim::lane());
+  float left[2][16];  // read before the next exchange begins
+  const auto& lefts = vqkv::sim::exchange(a, 4 * sizeof(*a), "matrix_multiply_add", site);
+  for (uint i = 0; i < 2; i++) {
+    for (uint k = 0; k < 16; k++) {
+      left[i][k] = element(lefts, 2 * i + k / 8, row, k % 8);
+    }
+  }
+  const auto& rights = vqkv::sim::exchange(b, 2 * sizeof(*b), "matrix_multiply_add", site);
+  for (uint j = 0; j < 2; j++) {
+    for (uint k = 0; k < 16; k++) {
+      const float right = element(rights, k / 8, k % 8, column + j);
+      for (uint i = 0; i < 2; i++) {
+        c[i][j] = fma(left[i][k], right, c[i][j]);
+      }
+    }
+  }
+}
+inline float matrix_sum_rows(float x, MSL_SITE) {
+  for (ushort h : {2, 4, 16}) {
+    x += simd_shuffle_xor(x, h, site);
+  }
+  return x;
+}
+inline float matrix_max_rows(float x, MSL_SITE) {
+  for (ushort h : {2, 4, 16}) {
+    x = max(x, simd_shuffle_xor(x, h, site));
+  }
+  return x;
+}
 #undef MSL_SITE
 
 }  // namespace metal
+
+using metal::matrix_column;
+using metal::matrix_max_rows;
+using metal::matrix_multiply_add;
+using metal::matrix_right;
+using metal::matrix_row;
+using metal::matrix_sum_rows;
 
 #define kernel inline
 #define METAL_FUNC inline __attribute__((always_inline))

@@ -1,0 +1,585 @@
+// Attention over byte codes and a 16-bit tail by matrices of a simdgroup. Host side:
+// csrc/attention/launch.cpp.
+//
+// Scores are S^T = K Q^T and outputs O^T = V^T P^T: codes become left matrices in registers, and
+// what S^T is turned into stands on the right of the next product, so decoded tokens never go
+// through threadgroup memory. The order of the channels in a product is free: a lane takes
+// neighbouring ones, a quarter of a key and an eighth of a value, so it reads neighbouring codes.
+#pragma once
+
+#include "attention.h"
+
+#define MATRIX_THREADS 128
+#define MATRIX_SIMDS 4
+// Tokens a simdgroup takes at a time; a block of a centre is a multiple.
+#define MATRIX_TOKENS 64
+
+template <typename T>
+struct MatrixTypes;
+template <>
+struct MatrixTypes<half> {
+  typedef half2 pair;
+  typedef half4 four;
+};
+template <>
+struct MatrixTypes<bfloat> {
+  typedef bfloat2 pair;
+  typedef bfloat4 four;
+};
+
+METAL_FUNC half2 matrix_pair(half a, half b) {
+  return half2(a, b);
+}
+METAL_FUNC bfloat2 matrix_pair(bfloat a, bfloat b) {
+  return bfloat2(a, b);
+}
+
+// Keys or values of a kv head: codes, or vectors of T.
+template <typename T>
+struct MatrixSide {
+  device const uchar* codes;
+  threadgroup const half* table;
+  device const T* vectors;
+};
+
+// Copies of a table in threadgroup memory, so that lanes rarely want the same bank.
+#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : 4)
+
+// N bytes from an address that is a multiple of N, or of 16.
+template <int N>
+METAL_FUNC void load_bytes(thread uint* words, device const uchar* at) {
+  if (N >= 16) {
+#pragma unroll
+    for (int i = 0; i < N / 16; i++) {
+      const uint4 w = ((device const uint4*)at)[i];
+      words[N >= 16 ? 4 * i : 0] = w.x;
+      words[N >= 16 ? 4 * i + 1 : 0] = w.y;
+      words[N >= 16 ? 4 * i + 2 : 0] = w.z;
+      words[N >= 16 ? 4 * i + 3 : 0] = w.w;
+    }
+  } else if (N == 8) {
+    const uint2 w = ((device const uint2*)at)[0];
+    words[0] = w.x;
+    words[N == 8 ? 1 : 0] = w.y;
+  } else if (N == 4) {
+    words[0] = ((device const uint*)at)[0];
+  } else if (N == 2) {
+    words[0] = ((device const ushort*)at)[0];
+  } else {
+    words[0] = at[0];
+  }
+}
+
+METAL_FUNC uint byte_of(thread const uint* words, int i) {
+  return (words[i / 4] >> (8 * (i % 4))) & 255u;
+}
+
+// Channels [4 i, 4 i + 4) of those whose codes are `words`.
+template <int DIMS>
+METAL_FUNC half4 four_coded(thread const uint* words, threadgroup const half* table, int i,
+                            uint lane) {
+  constexpr int COPIES = MATRIX_COPIES(DIMS);
+  const uint copy = lane % COPIES;
+  if (DIMS == 2) {
+    threadgroup const half2* rows = (threadgroup const half2*)table;
+    return half4(rows[byte_of(words, 2 * i) * COPIES + copy],
+                 rows[byte_of(words, 2 * i + 1) * COPIES + copy]);
+  }
+  constexpr int FOURS = DIMS >= 4 ? DIMS / 4 : 1;
+  threadgroup const half4* rows = (threadgroup const half4*)table;
+  return rows[(byte_of(words, i / FOURS) * COPIES + copy) * FOURS + i % FOURS];
+}
+
+template <bool CODED, int DIMS>
+METAL_FUNC half4 four_channels(thread const uint* words, MatrixSide<half> s, long at, int i,
+                               uint lane) {
+  return CODED ? four_coded<DIMS>(words, s.table, i, lane)
+               : ((device const half4*)(s.vectors + at))[i];
+}
+template <bool CODED, int DIMS>
+METAL_FUNC bfloat4 four_channels(thread const uint* words, MatrixSide<bfloat> s, long at, int i,
+                                 uint lane) {
+  return ((device const bfloat4*)(s.vectors + at))[i];
+}
+
+// st[nb][t / 8] += products of tokens base + t with query rows; tokens from `end` on repeat the
+// last.
+template <typename T, bool CODED, int D, int DIMS, int NB>
+METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
+                              MatrixSide<T> s, int base, int end, uint lane) {
+  constexpr int BYTES = CODED ? D / 4 / DIMS : 4;
+  constexpr int WORDS = (BYTES + 3) / 4;
+  const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
+#pragma unroll
+  for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
+    uint words[2 * WORDS];
+    long at[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const long token = metal::min(base + 16 * pair + 8 * i + row, end - 1);
+      at[i] = token * D + quarter * (D / 4);
+      if (CODED)
+        load_bytes<BYTES>(words + i * WORDS, s.codes + at[i] / DIMS);
+    }
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      typename MatrixTypes<T>::pair left[4];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const typename MatrixTypes<T>::four x =
+            four_channels<CODED, DIMS>(words + i * WORDS, s, at[i], k, lane);
+        left[2 * i] = matrix_pair(x.x, x.y);
+        left[2 * i + 1] = matrix_pair(x.z, x.w);
+      }
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+        matrix_multiply_add(st + nb * (MATRIX_TOKENS / 8) + 2 * pair, left,
+                            qf + (nb * (D / 16) + k) * 2);
+    }
+  }
+}
+
+// ot[nb][channel / 8 of a lane's order] += values of the tokens, weighted by pt.
+template <typename T, bool CODED, int D, int DIMS, int NB>
+METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTypes<T>::pair* pt,
+                              MatrixSide<T> s, int base, int end, uint lane) {
+  typedef typename MatrixTypes<T>::pair Pair;
+  typedef typename MatrixTypes<T>::four Four;
+  constexpr int BYTES = CODED ? D / 8 / DIMS : 4;
+  constexpr int WORDS = (BYTES + 3) / 4;
+  const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
+#pragma unroll
+  for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
+    uint words[4 * WORDS];
+    long at[4];
+    bool there[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int token = base + 16 * pair + j / 2 * 8 + column + j % 2;
+      there[j] = token < end;
+      at[j] = long(metal::min(token, end - 1)) * D + eighth * (D / 8);
+      if (CODED)
+        load_bytes<BYTES>(words + j * WORDS, s.codes + at[j] / DIMS);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      Four x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        x[j] = four_channels<CODED, DIMS>(words + j * WORDS, s, at[j], i, lane);
+        if (!CODED && !there[j])
+          x[j] = Four(T(0.0f));  // what lies there may be NaN, and 0 * NaN is not 0
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        Pair left[4];
+        left[0] = h == 0 ? matrix_pair(x[0].x, x[1].x) : matrix_pair(x[0].z, x[1].z);
+        left[1] = h == 0 ? matrix_pair(x[2].x, x[3].x) : matrix_pair(x[2].z, x[3].z);
+        left[2] = h == 0 ? matrix_pair(x[0].y, x[1].y) : matrix_pair(x[0].w, x[1].w);
+        left[3] = h == 0 ? matrix_pair(x[2].y, x[3].y) : matrix_pair(x[2].w, x[3].w);
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+          matrix_multiply_add(ot + nb * (D / 8) + 4 * i + 2 * h, left,
+                              pt + (nb * (MATRIX_TOKENS / 16) + pair) * 2);
+      }
+    }
+  }
+}
+
+// What a simdgroup has of its query rows: lanes hold columns (rows of the call) in pairs.
+template <int D, int NB>
+struct MatrixState {
+  float2 out[NB * (D / 8)];
+  float m[2 * NB], l[2 * NB];  // l: of this lane's tokens only
+  float unit;                  // of the scales of the values: out counts in it
+};
+
+// A row's limits and the factor of its scores, in threadgroup memory.
+struct MatrixRows {
+  threadgroup const int* sinks;
+  threadgroup const int* first;
+  threadgroup const int* last;
+  threadgroup const float* scale;
+};
+
+struct MatrixScales {
+  device const bfloat* keys;  // or null
+  device const bfloat* values;
+  device const char* centres;
+  device const bfloat* centre_scales;
+  bool scaled, weighted, centred;
+};
+
+// One step: MATRIX_TOKENS tokens from `base` on. `plain`: every row sees all of them.
+template <typename T, bool CODED, int D, int DIMS, int NB>
+METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
+                            thread const typename MatrixTypes<T>::pair* qf, MatrixSide<T> keys,
+                            MatrixSide<T> values, MatrixScales scales, MatrixRows rows, int base,
+                            int end, int block, bool plain, uint lane) {
+  constexpr int TB = MATRIX_TOKENS / 8;
+  const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
+  float2 st[NB * TB];
+#pragma unroll
+  for (int i = 0; i < NB * TB; i++)
+    st[i] = float2(0.0f, 0.0f);
+  matrix_scores<T, CODED, D, DIMS, NB>(st, qf, keys, base, end, lane);
+
+  float weigh[TB];
+  float most = 0.0f;
+  if (CODED) {
+#pragma unroll
+    for (int t = 0; t < TB; t++) {
+      const int token = metal::min(base + 8 * t + row, end - 1);
+      const float by = scales.scaled ? float(scales.keys[token]) : 1.0f;
+      weigh[t] = scales.weighted ? float(scales.values[token]) : 1.0f;
+      most = metal::max(most, weigh[t]);
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+        st[nb * TB + t] = st[nb * TB + t] * by;
+    }
+    if (scales.centred) {
+      // the centre as a token: one row of the left matrix, so one row of the result
+      float2 ct[2 * NB];
+#pragma unroll
+      for (int i = 0; i < 2 * NB; i++)
+        ct[i] = float2(0.0f, 0.0f);
+      device const char* centre = scales.centres + long(base / block) * D + column / 2 * (D / 4);
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        typename MatrixTypes<T>::pair left[4];
+        char4 c = char4(0, 0, 0, 0);
+        if (row == 0)
+          c = ((device const char4*)centre)[k];
+        left[0] = matrix_pair(T(float(c.x)), T(float(c.y)));
+        left[1] = matrix_pair(T(float(c.z)), T(float(c.w)));
+        left[2] = matrix_pair(T(0.0f), T(0.0f));
+        left[3] = left[2];
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+          matrix_multiply_add(ct + 2 * nb, left, qf + (nb * (D / 16) + k) * 2);
+      }
+      const float unit = float(scales.centre_scales[base / block]);
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++) {
+        const float2 c =
+            float2(matrix_sum_rows(ct[2 * nb].x) * unit, matrix_sum_rows(ct[2 * nb].y) * unit);
+#pragma unroll
+        for (int t = 0; t < TB; t++)
+          st[nb * TB + t] = st[nb * TB + t] + c;
+      }
+    }
+  }
+
+  // weights, and what the running sums are to be multiplied by
+  float shrink[2 * NB];
+  bool grown = false;
+#pragma unroll
+  for (int n = 0; n < 2 * NB; n++) {
+    const int r = n / 2 * 8 + column + n % 2;
+    const float by = rows.scale[r];
+    float top = ATTENTION_NEVER;
+#pragma unroll
+    for (int t = 0; t < TB; t++) {
+      const int slot = base + 8 * t + row;
+      float s = (n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y) * by;
+      if (!plain) {
+        const bool visible = slot < rows.sinks[r] || (slot >= rows.first[r] && slot < rows.last[r]);
+        s = visible ? s : ATTENTION_NEVER;
+      }
+      top = metal::max(top, s);
+      if (n % 2 == 0)
+        st[n / 2 * TB + t].x = s;
+      else
+        st[n / 2 * TB + t].y = s;
+    }
+    const float m = metal::max(state.m[n], matrix_max_rows(top));
+    shrink[n] = metal::exp2(state.m[n] - m);
+    grown = grown || m > state.m[n];
+    state.m[n] = m;
+    float sum = 0.0f;
+#pragma unroll
+    for (int t = 0; t < TB; t++) {
+      const float s = n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y;
+      const float w = s > ATTENTION_NEVER ? metal::exp2(s - m) : 0.0f;
+      sum += w;
+      if (n % 2 == 0)
+        st[n / 2 * TB + t].x = w;
+      else
+        st[n / 2 * TB + t].y = w;
+    }
+    state.l[n] = state.l[n] * shrink[n] + sum;
+  }
+  float unit = state.unit;
+  if (CODED && scales.weighted) {
+    // weights times scales go through 16 bits: kept near 1
+    unit = metal::max(unit, matrix_max_rows(most));
+    const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+#pragma unroll
+    for (int t = 0; t < TB; t++)
+      weigh[t] = base + 8 * t + row < end ? weigh[t] * inverse : 0.0f;
+  }
+  if (metal::simd_any(grown || unit > state.unit)) {
+    const float by = unit > state.unit ? state.unit / unit : 1.0f;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++) {
+      const float2 factor = float2(shrink[2 * nb] * by, shrink[2 * nb + 1] * by);
+#pragma unroll
+      for (int i = 0; i < D / 8; i++)
+        state.out[nb * (D / 8) + i] = state.out[nb * (D / 8) + i] * factor;
+    }
+    state.unit = unit;
+  }
+  typename MatrixTypes<T>::pair pt[NB * TB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+#pragma unroll
+    for (int t = 0; t < TB; t++) {
+      float2 w = st[nb * TB + t];
+      if (CODED && scales.weighted)
+        w = w * weigh[t];
+      pt[nb * TB + t] = matrix_right(matrix_pair(T(w.x), T(w.y)));
+    }
+  }
+  matrix_values<T, CODED, D, DIMS, NB>(state.out, pt, values, base, end, lane);
+}
+
+// The query rows of a tile as right matrices, from threadgroup memory.
+template <typename T, int D, int NB>
+METAL_FUNC void matrix_queries(thread typename MatrixTypes<T>::pair* qf, threadgroup const T* q,
+                               uint lane) {
+  const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      // matrix i of step i / 2: its row 2 c + e is channel e of the pair at 2 i of quarter c
+      const int channel = row / 2 * (D / 4) + 2 * i + row % 2;
+      threadgroup const T* at = q + (8 * nb + column) * D + channel;
+      qf[nb * (D / 8) + i] = matrix_right(matrix_pair(at[0], at[D]));
+    }
+  }
+}
+
+// The blocks of a slice: simdgroups take them in turn.
+template <typename T, bool CODED, int D, int DIMS, int NB>
+METAL_FUNC void matrix_slice(thread MatrixState<D, NB>& state, threadgroup const T* q,
+                             MatrixSide<T> keys, MatrixSide<T> values, MatrixScales scales,
+                             MatrixRows rows, int slice, int slices, int block, uint lane,
+                             uint sg) {
+  typename MatrixTypes<T>::pair qf[NB * (D / 8)];
+  matrix_queries<T, D, NB>(qf, q, lane);
+  int end = 0, sinks = 0, all_first = 0, all_last = rows.last[0], any_first = rows.first[0];
+  for (int r = 0; r < 8 * NB; r++) {
+    end = metal::max(end, metal::max(rows.sinks[r], rows.last[r]));
+    sinks = metal::max(sinks, rows.sinks[r]);
+    all_first = metal::max(all_first, rows.first[r]);
+    any_first = metal::min(any_first, rows.first[r]);
+    all_last = metal::min(all_last, rows.last[r]);
+  }
+  const int blocks = (end + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
+  const int share = (blocks + slices - 1) / slices;
+  const int to = metal::min((slice + 1) * share, blocks);
+  for (int i = slice * share + int(sg); i < to; i += MATRIX_SIMDS) {
+    const int base = i * MATRIX_TOKENS;
+    if (base >= sinks && base + MATRIX_TOKENS <= any_first)
+      continue;
+    const bool plain = base >= all_first && base + MATRIX_TOKENS <= all_last;
+    matrix_step<T, CODED, D, DIMS, NB>(state, qf, keys, values, scales, rows, base, end, block,
+                                       plain, lane);
+  }
+}
+
+// Grid and outputs as for attention_tile, with tiles of 8 NB rows.
+template <typename T, int D, int DIMS, int NB>
+kernel void attention_matrix(
+    device const T* q [[buffer(0)]], device const float* q_code [[buffer(1)]],
+    device const int* layout [[buffer(2)]], device const T* k_tail [[buffer(3)]],
+    device const T* v_tail [[buffer(4)]], device const uchar* k_codes [[buffer(5)]],
+    device const float* k_table [[buffer(6)]], device const uchar* k_scales [[buffer(7)]],
+    device const uchar* k_centres [[buffer(8)]], device const uchar* k_centre_scales [[buffer(9)]],
+    device const uchar* pair_codes [[buffer(10)]], device const float* pair_table [[buffer(11)]],
+    device const uchar* pair_scales [[buffer(12)]], device const uchar* v_codes [[buffer(13)]],
+    device const float* v_table [[buffer(14)]], device const uchar* v_scales [[buffer(15)]],
+    device const uchar* v_centres [[buffer(16)]],
+    device const uchar* v_centre_scales [[buffer(17)]], device const uchar* mask [[buffer(18)]],
+    device const float* key_diagonal [[buffer(19)]],
+    device float* part [[buffer(20)]],     // [rows, slices, Dv]: sums of weighted values
+    device float* part_ml [[buffer(21)]],  // [rows, slices, 2]: maximum and sum of weights
+    constant AttentionParams& p [[buffer(22)]], uint3 tgid [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int ROWS = 8 * NB, TABLE = 256 * DIMS * MATRIX_COPIES(DIMS);
+  constexpr int FLOATS = ROWS * D > TABLE ? ROWS * D : TABLE;
+  threadgroup_array(float, memory, FLOATS);  // queries while they are turned; tables; outputs
+  threadgroup_array(ushort, query, ROWS * D);
+  threadgroup_array(int, row_sinks, ROWS);
+  threadgroup_array(int, row_first, ROWS);
+  threadgroup_array(int, row_last, ROWS);
+  threadgroup_array(float, row_scale, ROWS);
+  threadgroup_array(float, sums, 2 * MATRIX_SIMDS * ROWS);
+
+  const int group = p.heads / p.kv_heads;
+  const int rows = group * p.queries;
+  const int row0 = int(tgid.x) * ROWS;
+  const long bh = tgid.y;
+  const int b = int(bh) / p.kv_heads, h = int(bh) % p.kv_heads;
+  const bool body = int(tgid.z) < p.splits;
+
+  for (int r = int(tid); r < ROWS; r += MATRIX_THREADS) {
+    const int last_row = metal::min(row0 + r, rows - 1);  // rows beyond give nothing
+    const RowView v = row_view(p, layout, b, last_row % p.queries, body);
+    row_sinks[r] = v.sinks;
+    row_first[r] = v.first;
+    row_last[r] = metal::max(v.last, 0);
+    row_scale[r] = p.scale;
+  }
+  const bool turned = body && p.key_basis.order > 0;
+  for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS) {
+    const int r = i / D, d = i % D;
+    float v = 0.0f;
+    if (row0 + r < rows) {
+      const long head = h * group + (row0 + r) / p.queries;
+      const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries) * D + d;
+      v = body && !turned ? q_code[at] : float(q[at]);
+      if (turned)
+        v *= key_diagonal[(p.key_basis.per_head ? h * D : 0) + d];
+    }
+    memory[i] = v;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (turned)
+    transform_rows<ROWS * D / MATRIX_THREADS>(memory, ROWS, D, D, p.key_basis, false, tid,
+                                              MATRIX_THREADS);
+  if (body) {
+    // 16 bits hold a row relative to its largest value
+    for (int r = int(sg); r < ROWS; r += MATRIX_SIMDS) {
+      float most = 0.0f;
+      for (int d = int(lane); d < D; d += 32)
+        most = metal::max(most, metal::abs(memory[r * D + d]));
+      most = metal::simd_max(most);
+      const float by = most > 0.0f ? 1.0f / most : 0.0f;
+      for (int d = int(lane); d < D; d += 32)
+        ((threadgroup half*)query)[r * D + d] = half(memory[r * D + d] * by);
+      if (lane == 0)
+        row_scale[r] = p.scale * most;
+    }
+  } else {
+    for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS)
+      ((threadgroup T*)query)[i] = T(memory[i]);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  MatrixState<D, NB> state;
+#pragma unroll
+  for (int i = 0; i < NB * (D / 8); i++)
+    state.out[i] = float2(0.0f, 0.0f);
+#pragma unroll
+  for (int n = 0; n < 2 * NB; n++) {
+    state.m[n] = ATTENTION_NEVER;
+    state.l[n] = 0.0f;
+  }
+  state.unit = 0.0f;
+  MatrixRows view;
+  view.sinks = row_sinks;
+  view.first = row_first;
+  view.last = row_last;
+  view.scale = row_scale;
+  MatrixScales scales;
+  const long blocks = (p.body + p.block - 1) / p.block;
+  scales.scaled = p.key.scaled != 0;
+  scales.weighted = p.value.scaled != 0;
+  scales.centred = p.key.centred != 0;
+  scales.keys = (device const bfloat*)k_scales + bh * p.body;
+  scales.values = (device const bfloat*)v_scales + bh * p.body;
+  scales.centres = (device const char*)k_centres + bh * blocks * D;
+  scales.centre_scales = (device const bfloat*)k_centre_scales + bh * blocks;
+  if (body) {
+    threadgroup half* table = (threadgroup half*)memory;
+    for (int i = int(tid); i < 256 * DIMS; i += MATRIX_THREADS) {
+      const int row = i / DIMS, d = i % DIMS;
+      for (int c = 0; c < MATRIX_COPIES(DIMS); c++) {
+        const int at = (row * MATRIX_COPIES(DIMS) + c) * DIMS + d;
+        table[at] = half(k_table[(p.key.per_head ? h * 256 * DIMS : 0) + i]);
+        table[TABLE + at] = half(v_table[(p.value.per_head ? h * 256 * DIMS : 0) + i]);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    MatrixSide<half> keys, values;
+    keys.codes = k_codes + bh * p.body * p.key.bytes;
+    keys.table = table;
+    keys.vectors = (device const half*)k_codes;
+    values.codes = v_codes + bh * p.body * p.value.bytes;
+    values.table = table + TABLE;
+    values.vectors = keys.vectors;
+    matrix_slice<half, true, D, DIMS, NB>(state, (threadgroup half*)query, keys, values, scales,
+                                          view, int(tgid.z), p.splits, p.block, lane, sg);
+  } else {
+    MatrixSide<T> keys, values;
+    keys.codes = k_codes;
+    keys.table = (threadgroup half*)memory;
+    keys.vectors = k_tail + bh * p.tail * D;
+    values.codes = v_codes;
+    values.table = keys.table;
+    values.vectors = v_tail + bh * p.tail * D;
+    scales.scaled = scales.weighted = scales.centred = false;
+    matrix_slice<T, false, D, DIMS, NB>(state, (threadgroup T*)query, keys, values, scales, view,
+                                        int(tgid.z) - p.splits, p.tail_splits, p.block, lane, sg);
+  }
+
+  // merge the simdgroups
+  const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
+#pragma unroll
+  for (int n = 0; n < 2 * NB; n++) {
+    const float l = matrix_sum_rows(state.l[n]);
+    const int r = n / 2 * 8 + column + n % 2;
+    if (row == 0) {
+      sums[(int(sg) * ROWS + r) * 2] = state.m[n];
+      sums[(int(sg) * ROWS + r) * 2 + 1] = l;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float unit = body && p.value.scaled ? state.unit : 1.0f;
+  for (int turn = 0; turn < MATRIX_SIMDS; turn++) {
+    if (int(sg) == turn) {
+#pragma unroll
+      for (int n = 0; n < 2 * NB; n++) {
+        const int r = n / 2 * 8 + column + n % 2;
+        float top = ATTENTION_NEVER;
+        for (int k = 0; k < MATRIX_SIMDS; k++)
+          top = metal::max(top, sums[(k * ROWS + r) * 2]);
+        const float by = metal::exp2(state.m[n] - top) * unit;
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) {
+          const float2 x = state.out[n / 2 * (D / 8) + i];
+          // matrices 2 j and 2 j + 1 are channels 2 j and 2 j + 1 of every eighth
+          threadgroup float* to = memory + r * D + row * (D / 8) + i;
+          to[0] = (turn == 0 ? 0.0f : to[0]) + (n % 2 == 0 ? x.x : x.y) * by;
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  const int all = p.splits + p.tail_splits;
+  for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS) {
+    const int r = row0 + i / D;
+    if (r < rows) {
+      const long head = h * group + r / p.queries;
+      const long at = (b * long(p.heads) + head) * p.queries + r % p.queries;
+      part[(at * all + tgid.z) * D + i % D] = memory[i];
+    }
+  }
+  for (int i = int(tid); i < ROWS; i += MATRIX_THREADS) {
+    const int r = row0 + i;
+    if (r < rows) {
+      float top = ATTENTION_NEVER, l = 0.0f;
+      for (int k = 0; k < MATRIX_SIMDS; k++)
+        top = metal::max(top, sums[(k * ROWS + i) * 2]);
+      for (int k = 0; k < MATRIX_SIMDS; k++)
+        l += sums[(k * ROWS + i) * 2 + 1] * metal::exp2(sums[(k * ROWS + i) * 2] - top);
+      const long head = h * group + r / p.queries;
+      const long at = (b * long(p.heads) + head) * p.queries + r % p.queries;
+      part_ml[(at * all + tgid.z) * 2] = top;
+      part_ml[(at * all + tgid.z) * 2 + 1] = l;
+    }
+  }
+}

@@ -1,0 +1,81 @@
+// Second pass of attention: merges the slices of a query row. Host side: csrc/attention/launch.cpp.
+#pragma once
+
+#include "attention.h"
+
+// What weights relative to the maximum m, with the sum l, are to be multiplied by.
+// A sink is one more weight, of no value. A row without any weight gives zeros.
+METAL_FUNC float softmax_share(constant AttentionParams& p, device const float* sinks, int head,
+                               float m, float l) {
+  if (p.sinks) {
+    const float s = metal::max(sinks[head] * LOG2_E, ATTENTION_NEVER);
+    const float top = metal::max(m, s);
+    const float total = l * metal::exp2(m - top) + metal::exp2(s - top);
+    return metal::exp2(m - top) / total;
+  }
+  return l > 0.0f ? 1.0f / l : 0.0f;
+}
+
+// One threadgroup merges the slices of one query row, and turns what the codes gave back into the
+// basis of the values.
+template <typename T>
+kernel void attention_merge(
+    device const float* part [[buffer(0)]], device const float* part_ml [[buffer(1)]],
+    device const float* sinks [[buffer(2)]], device const float* value_diagonal [[buffer(3)]],
+    device T* out [[buffer(4)]], device float* out_code [[buffer(5)]],
+    device float* out_tail [[buffer(6)]], constant AttentionParams& p [[buffer(7)]],
+    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int HELD = (ATTENTION_MAX_WIDTH + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
+  threadgroup_array(float, code, ATTENTION_MAX_WIDTH);
+  threadgroup_array(float, weight, ATTENTION_MAX_SLICES);
+  const long row = tgid.x;
+  const int head = int(row / p.queries % p.heads), kv_head = head / (p.heads / p.kv_heads);
+  const int all = p.splits + p.tail_splits;
+  device const float* ml = part_ml + row * all * 2;
+  float m = ATTENTION_NEVER;
+  for (int s = int(lane); s < all; s += 32)
+    m = metal::max(m, ml[s * 2]);
+  m = simd_max(m);
+  float l = 0.0f;
+  for (int s = int(lane); s < all; s += 32)
+    l += ml[s * 2 + 1] * metal::exp2(ml[s * 2] - m);
+  const float share = softmax_share(p, sinks, head, m, simd_sum(l));
+  for (int s = int(tid); s < all; s += ATTENTION_THREADS)
+    weight[s] = metal::exp2(ml[s * 2] - m) * share;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float tail[HELD];
+  for (int k = 0; k < HELD; k++) {
+    const int d = int(tid) + k * ATTENTION_THREADS;
+    float a = 0.0f, t = 0.0f;
+    if (d < p.value_dim) {
+      device const float* at = part + row * all * p.value_dim + d;
+#pragma unroll 8
+      for (int s = 0; s < p.splits; s++)
+        a = metal::fma(at[s * p.value_dim], weight[s], a);
+      for (int s = p.splits; s < all; s++)
+        t = metal::fma(at[s * p.value_dim], weight[s], t);
+      code[d] = a;
+    }
+    tail[k] = t;
+  }
+  const bool turned = p.value_basis.order > 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (turned)
+    transform_rows<HELD>(code, 1, p.value_dim, p.value_dim, p.value_basis, true, tid,
+                         ATTENTION_THREADS);
+  for (int k = 0; k < HELD; k++) {
+    const int d = int(tid) + k * ATTENTION_THREADS;
+    if (d >= p.value_dim)
+      continue;
+    const long at = row * p.value_dim + d;
+    if (p.separate) {
+      out_code[at] = code[d];
+      out_tail[at] = tail[k];
+    } else {
+      const float factor =
+          turned ? value_diagonal[(p.value_basis.per_head ? kv_head * p.value_dim : 0) + d] : 1.0f;
+      out[at] = T(metal::fma(code[d], factor, tail[k]));
+    }
+  }
+}
