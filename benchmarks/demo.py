@@ -1,9 +1,9 @@
 """SmolLM2-135M with mlx_lm's KV cache and with compressed ones: texts, speed, bytes, quality.
 
-`make demo` runs this; on two CPU cores it takes about five minutes. The first run downloads the
-model (93 MB) and calibrates VecInfer on a text that the package ships; later runs reuse both.
-A few caches write texts; the last table judges every preset. Cache sizes are the bytes of all
-arrays that a cache object holds, spare capacity included.
+`make demo` runs this; on two CPU cores it takes about five minutes, later three: the first run
+downloads the model (93 MB) and calibrates VecInfer on a text that the package ships. A few caches
+write texts; then one table judges every preset, in float32 (quality.py). Cache sizes are the bytes
+of all arrays that a cache object holds, spare capacity included.
 """
 # ruff: noqa: E402
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from cache_bytes import MakeCache, held_bytes, per_token
-from quality import PRESETS, compressed, count_bytes, multiple, show_quality, suitable
+from quality import PRESETS, compressed, count_bytes, judge, suitable, to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -39,7 +40,7 @@ from vqkv_ext import info
 from vqkv_ext.adapters.gguf import chat_prompt
 from vqkv_ext.adapters.mlx_lm import model_shape
 from vqkv_ext.codecs import vecinfer
-from vqkv_ext.evaluation import Quality, compare, stock_cache
+from vqkv_ext.evaluation import stock_cache
 from vqkv_ext.plotting import plot_cache_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,23 +127,19 @@ def generate(
     )
 
 
-def show_answers(
-    model: nn.Module, tokenizer: Any, caches: dict[str, MakeCache], sizes: Sizes, console: Console
-) -> dict[str, Generated]:
-    """A question about a short text, answered with each cache."""
-    prompt = chat_prompt(tokenizer, QUESTION)
-    with stage(console, f"answered a question of {len(prompt)} tokens") as bars:
+def write(
+    model: nn.Module, tokenizer: Any, caches: dict[str, MakeCache], prompt: Sequence[int],
+    sizes: Sizes, title: str, caption: str, console: Console,
+) -> dict[str, Generated]:  # fmt: skip
+    """What the model writes after a prompt with each cache, as a table."""
+    with stage(console, f"{title}: {len(prompt)} tokens and {sizes.answer} new ones") as bars:
         found = {
             name: generate(model, tokenizer, make(), prompt, sizes.answer, bars, name)
             for name, make in caches.items()
         }
-    table = Table(
-        title=f"Question: {QUESTION.splitlines()[0]}",
-        caption="so short a text is mostly within the windows that stay uncompressed",
-        show_lines=True,
-    )
+    table = Table(title=title, caption=caption, show_lines=True)
     table.add_column("cache")
-    table.add_column("answer", ratio=1)
+    table.add_column("text", ratio=1)
     for column in ("tokens/s", "tokens,\ncoded", "bytes"):
         table.add_column(column, justify="right")
     for name, g in found.items():
@@ -155,47 +152,6 @@ def show_answers(
         )
     console.print(table)
     return found
-
-
-def compare_and_continue(
-    model: nn.Module, tokenizer: Any, caches: dict[str, MakeCache], plain: str,
-    writing: Sequence[str], sizes: Sizes, console: Console,
-) -> tuple[dict[str, Generated], dict[str, Quality]]:  # fmt: skip
-    """Run a text through all caches side by side, then let some continue from where they stand."""
-    text = (ROOT / "benchmarks" / "texts" / "electronic_texts.txt").read_text(encoding="utf-8")
-    ids = tokenizer.encode(text)[: sizes.tokens]
-    kept: dict[str, list[Any]] = {}
-
-    def keep(name: str) -> MakeCache:
-        def make() -> list[Any]:
-            kept[name] = caches[name]()
-            return kept[name]
-
-        return make
-
-    with stage(console, f"compared over {len(ids)} tokens of benchmarks/texts") as bars:
-        task = bars.add_task(f"the same text through {len(caches)} caches", total=len(ids))
-        quality = compare(
-            model,
-            ids[:-1],  # the last one starts the continuation
-            {n: keep(n) if n in writing else make for n, make in caches.items() if n != plain},
-            chunk=CHUNK,
-            reference=keep(plain),
-            progress=lambda done, _: bars.update(task, completed=done),
-        )
-    with stage(console, f"continued it by {sizes.answer} tokens") as bars:
-        found = {
-            name: generate(model, tokenizer, kept[name], ids[-1:], sizes.answer, bars, name)
-            for name in writing
-        }
-    table = Table(title="Continuations of a text", show_lines=True)
-    table.add_column("cache")
-    table.add_column("text", ratio=1)
-    table.add_column("tokens/s", justify="right")
-    for name, g in found.items():
-        table.add_row(name, escape(g.text), f"{g.tokens_per_second:.1f}")
-    console.print(table)
-    return found, quality
 
 
 def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, Any]:
@@ -214,17 +170,29 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
         sizes.iterations, name, args.folder, console,
     )  # fmt: skip
     plain = f"{dtype} (mlx-lm)"
-    caches = {plain: lambda: stock_cache(model), **compressed(model, names, fitted)}
+    caches = {plain: partial(stock_cache, model), **compressed(model, names, fitted)}
+    text = (ROOT / "benchmarks" / "texts" / "electronic_texts.txt").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)[: sizes.tokens]
+    counted = count_bytes(caches, shape, getattr(mx, dtype), (len(ids),), console)
     measured = count_bytes(caches, shape, getattr(mx, dtype), LENGTHS, console)
     slopes = {n: per_token(LENGTHS, s) for n, s in measured.items()}
 
-    writing = [plain, *(n for n in WRITING if n in caches)]
-    answers = show_answers(model, tokenizer, {n: caches[n] for n in writing}, sizes, console)
-    found, quality = compare_and_continue(model, tokenizer, caches, plain, writing, sizes, console)
-    one = next(iter(quality.values()))
-    held = {plain: one.reference_bytes, **{n: q.cache_bytes for n, q in quality.items()}}
-    title = f"Every cache after {one.positions} tokens of the text, compared with {plain}"
-    show_quality(title, quality, held, slopes, plain, refused, console)
+    writing = {n: caches[n] for n in (plain, *WRITING) if n in caches}
+    answers = write(
+        model, tokenizer, writing, chat_prompt(tokenizer, QUESTION), sizes,
+        f"Question: {QUESTION.splitlines()[0]}",
+        "so short a text is mostly within the windows that stay uncompressed", console,
+    )  # fmt: skip
+    continued = write(
+        model, tokenizer, writing, ids, sizes, "Continuation of benchmarks/texts",
+        "close texts say little of quality; the next table measures it", console,
+    )  # fmt: skip
+    # MLX's CPU multiplies mlx-lm's quantised caches 40 times slower in 16 bits than in 32.
+    model.set_dtype(mx.float32)
+    quality = judge(
+        f"All caches, computing in float32 (bytes: {dtype})", model, ids, caches,
+        {n: s[0] for n, s in counted.items()}, slopes, refused, console,
+    )  # fmt: skip
 
     lines = {n: (LENGTHS, measured[n]) for n in (plain, *DRAWN) if n in measured}
     picture = plot_cache_bytes(lines, args.output / "cache_bytes.png")
@@ -236,10 +204,8 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
         "dtype": dtype,
         "sizes": asdict(sizes),
         "answers": {n: asdict(g) for n, g in answers.items()},
-        "continuations": {n: asdict(g) for n, g in found.items()},
-        "quality": {
-            n: {**q.to_dict(), "multiple": multiple(quality, n)} for n, q in quality.items()
-        },
+        "continuations": {n: asdict(g) for n, g in continued.items()},
+        "quality": to_json(quality),
         "left_out": refused,
         "bytes_per_further_token": slopes,
         "bytes": {"lengths": LENGTHS, **measured},

@@ -43,6 +43,7 @@ from fetch_smollm2 import cache_dir
 
 PRESETS = (*presets.PRESETS, *vecinfer.PRESETS)
 YARDSTICK = "mlx-lm kv_bits=4"
+GROWTH = (4096, 8192)  # tokens between which the growth of caches is counted
 TEXTS = [ROOT / "benchmarks" / "texts" / f"{n}.txt" for n in ("persuasion", "electronic_texts")]
 
 
@@ -89,21 +90,32 @@ def multiple(quality: Mapping[str, Quality], name: str) -> float:
     return quality[name].kl / quality[YARDSTICK].kl
 
 
-def show_quality(
-    title: str, quality: Mapping[str, Quality], held: Mapping[str, int],
-    slopes: Mapping[str, float], plain: str, refused: Mapping[str, str], console: Console,
-) -> None:  # fmt: skip
-    """One row for each cache, the largest first.
+def judge(
+    title: str, model: nn.Module, ids: Sequence[int], caches: Mapping[str, MakeCache],
+    sizes: Mapping[str, int], slopes: Mapping[str, float], refused: Mapping[str, str],
+    console: Console,
+) -> dict[str, Quality]:  # fmt: skip
+    """Compare all caches with the first and print a row for each, the largest first.
 
     Args:
-        title: Of the table.
-        quality: Of the caches other than ``plain``.
-        held: Bytes of all caches after the text.
+        title: Names the text.
+        model: From ``smollm2.load``.
+        ids: The tokens of the text.
+        caches: The first is mlx_lm's own.
+        sizes: Their bytes after the text.
         slopes: Bytes that one more token takes.
-        plain: The reference among them.
         refused: Presets left out, and why.
         console: Where to print.
     """
+    plain = next(iter(caches))
+    title = f"{title}: {len(ids)} tokens in chunks of {CHUNK}"
+    with stage(console, title) as bars:
+        task = bars.add_task(f"the same text through {len(caches)} caches", total=len(ids))
+        quality = compare(
+            model, ids, {n: make for n, make in caches.items() if n != plain},
+            chunk=CHUNK, reference=caches[plain],
+            progress=lambda n, _: bars.update(task, completed=n),
+        )  # fmt: skip
     table = Table(
         title=title,
         caption="bytes: all arrays held, spare capacity included; KL in nats per token, and as a "
@@ -114,7 +126,7 @@ def show_quality(
     table.add_column("cache", no_wrap=True)
     for column in ("bytes", "each further\ntoken", "", "KL", "multiple", "top-1", "ΔPPL"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name in sorted(held, key=lambda n: (-slopes[n], n != plain, -held[n])):
+    for name in sorted(caches, key=lambda n: (-slopes[n], n != plain, -sizes[n])):
         judged = ("-",) * 4
         if (q := quality.get(name)) is not None:
             judged = (
@@ -125,7 +137,7 @@ def show_quality(
             )
         table.add_row(
             name,
-            f"{held[name]:,}",
+            f"{sizes[name]:,}",
             f"{slopes[name]:,.0f}",
             f"1/{slopes[plain] / slopes[name]:.1f}",
             *judged,
@@ -133,6 +145,11 @@ def show_quality(
     console.print(table)
     for name, why in refused.items():
         console.print(f"{name} is left out: {escape(why)}")
+    return quality
+
+
+def to_json(quality: Mapping[str, Quality]) -> dict[str, Any]:
+    return {n: {**q.to_dict(), "multiple": multiple(quality, n)} for n, q in quality.items()}
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -144,26 +161,17 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         model, tokenizer, [n for n in names if n in vecinfer.PRESETS], args.calibration,
         args.iterations, f"{name}-{args.dtype}", args.folder, console,
     )  # fmt: skip
-    caches = compressed(model, names, fitted)
-    plain, lengths = "float16 (mlx-lm)", (args.tokens, 4096, 8192)
-    everything = {plain: lambda: stock_cache(model), **caches}
-    # The size of a cache in use, whatever type this evaluation computes in.
-    sizes = count_bytes(everything, shape, mx.float16, lengths, console)
-    slopes = {n: per_token(lengths, s) for n, s in sizes.items()}
-
-    found: dict[str, dict[str, Quality]] = {}
+    # Bytes are those of a cache in use, whatever type this evaluation computes in.
+    caches = {"float16 (mlx-lm)": partial(stock_cache, model), **compressed(model, names, fitted)}
+    sizes = count_bytes(caches, shape, mx.float16, (args.tokens,), console)
+    long = count_bytes(caches, shape, mx.float16, GROWTH, console)
+    slopes = {n: per_token(GROWTH, s) for n, s in long.items()}
+    found = {}
     for path in args.texts:
         ids = tokenizer.encode(path.read_text(encoding="utf-8"))[: args.tokens]
-        with stage(console, f"{path.stem}: {len(ids)} tokens") as bars:
-            task = bars.add_task(f"{path.stem} through {len(caches)} caches", total=len(ids))
-            found[path.stem] = compare(
-                model, ids, caches, chunk=CHUNK,
-                progress=lambda n, _, task=task: bars.update(task, completed=n),
-            )  # fmt: skip
-        show_quality(
-            f"{path.stem}: {len(ids)} tokens in chunks of {CHUNK}, model in {args.dtype}, bytes of "
-            "float16 caches",
-            found[path.stem], {n: s[0] for n, s in sizes.items()}, slopes, plain, refused, console,
+        found[path.stem] = judge(
+            f"{path.stem}, computing in {args.dtype} (bytes: float16)", model, ids, caches,
+            {n: s[0] for n, s in sizes.items()}, slopes, refused, console,
         )  # fmt: skip
     return {
         "info": info(),
@@ -173,10 +181,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "calibration": {"tokens": args.calibration, "iterations": args.iterations},
         "left_out": refused,
         "bytes_per_further_token": slopes,
-        "quality": {
-            text: {n: {**q.to_dict(), "multiple": multiple(qs, n)} for n, q in qs.items()}
-            for text, qs in found.items()
-        },
+        "quality": {text: to_json(quality) for text, quality in found.items()},
     }
 
 
@@ -196,8 +201,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20, metavar="N", help="of k-means")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     args = parser.parse_args(argv)
-    if not 2 <= args.tokens < 4096:
-        parser.error(f"--tokens must be 2 to 4095, but got {args.tokens}")
+    if args.tokens < 2:
+        parser.error(f"--tokens must be at least 2, but got {args.tokens}")
     if args.json is not None and not args.json.parent.is_dir():
         parser.error(f"--json must be in an existing folder, but got {args.json}")
     args.folder = cache_dir()
