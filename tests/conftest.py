@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
+
+# Threads of OpenBLAS wait for each other by spinning: on a busy machine small products take many
+# times as long as with one. The second line is for a library that was loaded before Python.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+with contextlib.suppress(AttributeError, OSError):
+    ctypes.CDLL(None).openblas_set_num_threads(1)
 
 import mlx.core as mx
 import numpy as np
