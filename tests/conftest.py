@@ -5,13 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
-
-# Threads of OpenBLAS wait for each other by spinning: on a busy machine small products take many
-# times as long as with one. The second line is for a library that was loaded before Python.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-with contextlib.suppress(AttributeError, OSError):
-    ctypes.CDLL(None).openblas_set_num_threads(1)
 
 import mlx.core as mx
 import numpy as np
@@ -53,3 +46,17 @@ def poison():
 @pytest.fixture(scope="session")
 def simulated() -> bool:
     return _ext.simulated()
+
+
+@pytest.fixture(scope="module")
+def one_blas_thread():
+    """Threads of OpenBLAS wait for each other by spinning: on a busy machine many small products
+    take several times as long as with one. Where the library cannot be reached nothing changes."""
+    with contextlib.suppress(AttributeError, OSError):
+        blas = ctypes.CDLL(None)
+        threads = blas.openblas_get_num_threads()
+        blas.openblas_set_num_threads(1)
+        yield
+        blas.openblas_set_num_threads(threads)
+        return
+    yield

@@ -29,6 +29,7 @@ from vqkv_ext import _ext, ops
 from vqkv_ext.packed import CodedBody, PackedKV, TableCode
 
 SIM = _ext.simulated()
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
 def examples(native: int, simulated: int):

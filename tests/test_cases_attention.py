@@ -22,6 +22,7 @@ from vqkv_ext.codecs import presets
 from vqkv_ext.packed import coded_tokens
 
 SCALE = 0.125
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
 def normal(rng, *shape, dtype=mx.float32):
