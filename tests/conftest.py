@@ -5,6 +5,8 @@ What is expected is computed in NumPy or by mlx on the CPU, whatever the device.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 
@@ -60,3 +62,17 @@ def poison():
 @pytest.fixture(scope="session")
 def simulated() -> bool:
     return _ext.simulated()
+
+
+@pytest.fixture(scope="module")
+def one_blas_thread():
+    """Threads of OpenBLAS wait for each other by spinning: on a busy machine many small products
+    take several times as long as with one. Where the library cannot be reached nothing changes."""
+    with contextlib.suppress(AttributeError, OSError):
+        blas = ctypes.CDLL(None)
+        threads = blas.openblas_get_num_threads()
+        blas.openblas_set_num_threads(1)
+        yield
+        blas.openblas_set_num_threads(threads)
+        return
+    yield
