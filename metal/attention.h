@@ -188,9 +188,19 @@ kernel void attention_tile(
           slot < end && (slot < row_sinks[r] || (slot >= row_first[r] && slot < row_last[r]));
       float s = ATTENTION_NEVER;
       if (visible) {
-        s = 0.0f;
-        for (int d = 0; d < key_width; d++)
-          s = metal::fma(qs[r * DMAX + d], tile[k * STRIDE + d], s);
+        // four sums round less than one, and do not wait for each other
+        float4 sum = float4(0.0f);
+        threadgroup const float *a = qs + r * DMAX, *c = tile + k * STRIDE;
+        int d = 0;
+        for (; d + 4 <= key_width; d += 4) {
+          sum.x = metal::fma(a[d], c[d], sum.x);
+          sum.y = metal::fma(a[d + 1], c[d + 1], sum.y);
+          sum.z = metal::fma(a[d + 2], c[d + 2], sum.z);
+          sum.w = metal::fma(a[d + 3], c[d + 3], sum.w);
+        }
+        for (; d < key_width; d++)
+          sum.x = metal::fma(a[d], c[d], sum.x);
+        s = (sum.x + sum.y) + (sum.z + sum.w);
         if (p.mask) {
           const int position = body ? slot + p.sink_tokens : tail_position(p, slot, tail_start);
           s = masked(p, mask, row_mask[r], position, s);

@@ -38,7 +38,7 @@ METAL_FUNC bfloat2 matrix_pair(bfloat a, bfloat b) {
 template <typename T>
 struct MatrixSide {
   device const uchar* codes;
-  threadgroup const half* table;
+  threadgroup const uchar* table;  // the lane's copy, half
   device const T* vectors;
 };
 
@@ -71,55 +71,54 @@ METAL_FUNC void load_bytes(thread uint* words, device const uchar* at) {
 }
 
 METAL_FUNC uint byte_of(thread const uint* words, int i) {
-  return (words[i / 4] >> (8 * (i % 4))) & 255u;
+  return metal::extract_bits(words[i / 4], 8u * uint(i % 4), 8u);
 }
 
-// Channels [4 i, 4 i + 4) of those whose codes are `words`.
+// Channels [4 i, 4 i + 4) of those whose codes are `words`; `table` begins with the lane's copy.
 template <int DIMS>
-METAL_FUNC half4 four_coded(thread const uint* words, threadgroup const half* table, int i,
-                            uint lane) {
-  constexpr int COPIES = MATRIX_COPIES(DIMS);
-  const uint copy = lane % COPIES;
-  if (DIMS == 2) {
-    threadgroup const half2* rows = (threadgroup const half2*)table;
-    return half4(rows[byte_of(words, 2 * i) * COPIES + copy],
-                 rows[byte_of(words, 2 * i + 1) * COPIES + copy]);
-  }
+METAL_FUNC half4 four_coded(thread const uint* words, threadgroup const uchar* table, int i) {
+  constexpr uint ROW = 2 * DIMS * MATRIX_COPIES(DIMS);  // bytes from one row of a copy to the next
+  if (DIMS == 2)
+    return half4(*(threadgroup const half2*)(table + byte_of(words, 2 * i) * ROW),
+                 *(threadgroup const half2*)(table + byte_of(words, 2 * i + 1) * ROW));
   constexpr int FOURS = DIMS >= 4 ? DIMS / 4 : 1;
-  threadgroup const half4* rows = (threadgroup const half4*)table;
-  return rows[(byte_of(words, i / FOURS) * COPIES + copy) * FOURS + i % FOURS];
+  return *(threadgroup const half4*)(table + byte_of(words, i / FOURS) * ROW + 8 * (i % FOURS));
 }
 
 template <bool CODED, int DIMS>
-METAL_FUNC half4 four_channels(thread const uint* words, MatrixSide<half> s, long at, int i,
-                               uint lane) {
-  return CODED ? four_coded<DIMS>(words, s.table, i, lane)
-               : ((device const half4*)(s.vectors + at))[i];
+METAL_FUNC half4 four_channels(thread const uint* words, MatrixSide<half> s, int at, int i) {
+  return CODED ? four_coded<DIMS>(words, s.table, i) : ((device const half4*)(s.vectors + at))[i];
 }
 template <bool CODED, int DIMS>
-METAL_FUNC bfloat4 four_channels(thread const uint* words, MatrixSide<bfloat> s, long at, int i,
-                                 uint lane) {
+METAL_FUNC bfloat4 four_channels(thread const uint* words, MatrixSide<bfloat> s, int at, int i) {
   return ((device const bfloat4*)(s.vectors + at))[i];
 }
 
-// st[nb][t / 8] += products of tokens base + t with query rows; tokens from `end` on repeat the
-// last.
+// The side from token `base` on.
+template <typename T, int D, int DIMS>
+METAL_FUNC MatrixSide<T> from_token(MatrixSide<T> s, long base) {
+  s.codes += base * (D / DIMS);
+  s.vectors += base * D;
+  return s;
+}
+
+// st[nb][t / 8] += products of tokens t with query rows; tokens beyond `last` repeat it.
 template <typename T, bool CODED, int D, int DIMS, int NB>
 METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
-                              MatrixSide<T> s, int base, int end, uint lane) {
+                              MatrixSide<T> s, int last, uint lane) {
   constexpr int BYTES = CODED ? D / 4 / DIMS : 4;
   constexpr int WORDS = (BYTES + 3) / 4;
   const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
 #pragma unroll
   for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
     uint words[2 * WORDS];
-    long at[2];
+    int at[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const long token = metal::min(base + 16 * pair + 8 * i + row, end - 1);
+      const int token = metal::min(16 * pair + 8 * i + row, last);
       at[i] = token * D + quarter * (D / 4);
       if (CODED)
-        load_bytes<BYTES>(words + i * WORDS, s.codes + at[i] / DIMS);
+        load_bytes<BYTES>(words + i * WORDS, s.codes + token * (D / DIMS) + quarter * BYTES);
     }
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
@@ -127,7 +126,7 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const typename MatrixTypes<T>::four x =
-            four_channels<CODED, DIMS>(words + i * WORDS, s, at[i], k, lane);
+            four_channels<CODED, DIMS>(words + i * WORDS, s, at[i], k);
         left[2 * i] = matrix_pair(x.x, x.y);
         left[2 * i + 1] = matrix_pair(x.z, x.w);
       }
@@ -142,7 +141,7 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
 // ot[nb][channel / 8 of a lane's order] += values of the tokens, weighted by pt.
 template <typename T, bool CODED, int D, int DIMS, int NB>
 METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTypes<T>::pair* pt,
-                              MatrixSide<T> s, int base, int end, uint lane) {
+                              MatrixSide<T> s, int last, uint lane) {
   typedef typename MatrixTypes<T>::pair Pair;
   typedef typename MatrixTypes<T>::four Four;
   constexpr int BYTES = CODED ? D / 8 / DIMS : 4;
@@ -151,22 +150,23 @@ METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTyp
 #pragma unroll
   for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
     uint words[4 * WORDS];
-    long at[4];
+    int at[4];
     bool there[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int token = base + 16 * pair + j / 2 * 8 + column + j % 2;
-      there[j] = token < end;
-      at[j] = long(metal::min(token, end - 1)) * D + eighth * (D / 8);
+      const int slot = 16 * pair + j / 2 * 8 + column + j % 2;
+      const int token = metal::min(slot, last);
+      there[j] = slot <= last;
+      at[j] = token * D + eighth * (D / 8);
       if (CODED)
-        load_bytes<BYTES>(words + j * WORDS, s.codes + at[j] / DIMS);
+        load_bytes<BYTES>(words + j * WORDS, s.codes + token * (D / DIMS) + eighth * BYTES);
     }
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       Four x[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        x[j] = four_channels<CODED, DIMS>(words + j * WORDS, s, at[j], i, lane);
+        x[j] = four_channels<CODED, DIMS>(words + j * WORDS, s, at[j], i);
         if (!CODED && !there[j])
           x[j] = Four(T(0.0f));  // what lies there may be NaN, and 0 * NaN is not 0
       }
@@ -222,7 +222,8 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
 #pragma unroll
   for (int i = 0; i < NB * TB; i++)
     st[i] = float2(0.0f, 0.0f);
-  matrix_scores<T, CODED, D, DIMS, NB>(st, qf, keys, base, end, lane);
+  const int last = end - 1 - base;
+  matrix_scores<T, CODED, D, DIMS, NB>(st, qf, from_token<T, D, DIMS>(keys, base), last, lane);
 
   float weigh[TB];
   float most = 0.0f;
@@ -271,43 +272,51 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
   }
 
   // weights, and what the running sums are to be multiplied by
-  float shrink[2 * NB];
+  float factor[2 * NB], shrink[2 * NB];
   bool grown = false;
 #pragma unroll
-  for (int n = 0; n < 2 * NB; n++) {
-    const int r = n / 2 * 8 + column + n % 2;
-    const float by = rows.scale[r];
-    float top = ATTENTION_NEVER;
+  for (int n = 0; n < 2 * NB; n++)
+    factor[n] = rows.scale[n / 2 * 8 + column + n % 2];
+  if (!plain) {
 #pragma unroll
-    for (int t = 0; t < TB; t++) {
-      const int slot = base + 8 * t + row;
-      float s = (n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y) * by;
-      if (!plain) {
-        const bool visible = slot < rows.sinks[r] || (slot >= rows.first[r] && slot < rows.last[r]);
-        s = visible ? s : ATTENTION_NEVER;
+    for (int n = 0; n < 2 * NB; n++) {
+      const int r = n / 2 * 8 + column + n % 2;
+      const int sinks = rows.sinks[r], first = rows.first[r], last = rows.last[r];
+#pragma unroll
+      for (int t = 0; t < TB; t++) {
+        const int slot = base + 8 * t + row;
+        const bool visible = (slot < sinks) | ((slot >= first) & (slot < last));
+        if (n % 2 == 0)
+          st[n / 2 * TB + t].x = visible ? st[n / 2 * TB + t].x * factor[n] : ATTENTION_NEVER;
+        else
+          st[n / 2 * TB + t].y = visible ? st[n / 2 * TB + t].y * factor[n] : ATTENTION_NEVER;
       }
-      top = metal::max(top, s);
-      if (n % 2 == 0)
-        st[n / 2 * TB + t].x = s;
-      else
-        st[n / 2 * TB + t].y = s;
+      factor[n] = 1.0f;
     }
-    const float m = metal::max(state.m[n], matrix_max_rows(top));
+  }
+#pragma unroll
+  for (int n = 0; n < 2 * NB; n++) {
+    float top = n % 2 == 0 ? st[n / 2 * TB].x : st[n / 2 * TB].y;
+#pragma unroll
+    for (int t = 1; t < TB; t++)
+      top = metal::max(top, n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y);
+    const float m = metal::max(state.m[n], matrix_max_rows(top) * factor[n]);
     shrink[n] = metal::exp2(state.m[n] - m);
-    grown = grown || m > state.m[n];
+    grown = grown | (m > state.m[n]);
     state.m[n] = m;
+    const float shift = -metal::max(m, ATTENTION_LEAST);  // a row that sees nothing gets no weight
     float sum = 0.0f;
 #pragma unroll
     for (int t = 0; t < TB; t++) {
       const float s = n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y;
-      const float w = s > ATTENTION_NEVER ? metal::exp2(s - m) : 0.0f;
+      const float w = metal::exp2(metal::fma(s, factor[n], shift));
       sum += w;
       if (n % 2 == 0)
         st[n / 2 * TB + t].x = w;
       else
         st[n / 2 * TB + t].y = w;
     }
-    state.l[n] = state.l[n] * shrink[n] + sum;
+    state.l[n] = metal::fma(state.l[n], shrink[n], sum);
   }
   float unit = state.unit;
   if (CODED && scales.weighted) {
@@ -340,7 +349,8 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
       pt[nb * TB + t] = matrix_right(matrix_pair(T(w.x), T(w.y)));
     }
   }
-  matrix_values<T, CODED, D, DIMS, NB>(state.out, pt, values, base, end, lane);
+  matrix_values<T, CODED, D, DIMS, NB>(state.out, pt, from_token<T, D, DIMS>(values, base), last,
+                                       lane);
 }
 
 // The query rows of a tile as right matrices, from threadgroup memory.
@@ -506,17 +516,17 @@ kernel void attention_matrix(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     MatrixSide<half> keys, values;
     keys.codes = k_codes + bh * p.body * p.key.bytes;
-    keys.table = table;
+    keys.table = (threadgroup const uchar*)table + lane % MATRIX_COPIES(DIMS) * (2 * DIMS);
     keys.vectors = (device const half*)k_codes;
     values.codes = v_codes + bh * p.body * p.value.bytes;
-    values.table = table + TABLE;
+    values.table = keys.table + 2 * TABLE;
     values.vectors = keys.vectors;
     matrix_slice<half, true, D, DIMS, NB>(state, (threadgroup half*)query, keys, values, scales,
                                           view, int(tgid.z), p.splits, p.block, lane, sg);
   } else {
     MatrixSide<T> keys, values;
     keys.codes = k_codes;
-    keys.table = (threadgroup half*)memory;
+    keys.table = (threadgroup const uchar*)memory;
     keys.vectors = k_tail + bh * p.tail * D;
     values.codes = v_codes;
     values.table = keys.table;

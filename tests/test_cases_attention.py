@@ -330,7 +330,6 @@ def test_t30_the_path_is_named(rng, caplog, simulated):
         assert not caplog.records
 
 
-@pytest.mark.xfail(strict=True, reason="the check of the arguments logs as if it computed")
 def test_t30_plain_mlx_is_named(rng, caplog):
     x, q = normal(rng, 1, 2, 200, 64), normal(rng, 1, 4, 1, 64)
     pair = [presets.codec("turboquant-2bit", 64, side) for side in ("key", "value")]

@@ -28,6 +28,6 @@ export ASAN_OPTIONS=detect_leaks=0:symbolize=0:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=0:halt_on_error=1
 # The simulator's own tests plant faults; the others start compilers or run little native code.
 tests=(tests -p no:cacheprovider -q -m "not slow and not model" --ignore tests/simulator)
-for name in build macos_build evaluation gguf; do tests+=(--ignore "tests/test_$name.py"); done
+for name in build macos_build evaluation gguf statistics demo benchmark_kernels cli lloyd_max prefill_presets; do tests+=(--ignore "tests/test_$name.py"); done
 LD_PRELOAD=$runtime "$bin/python" -m pytest "${tests[@]}"
 VQKV_EXECUTOR=sim LD_PRELOAD=$runtime "$bin/python" -m pytest "${tests[@]}" -m sim

@@ -14,8 +14,9 @@ struct Variant {
 constexpr Variant kVariants[] = {{128, 16}, {256, 8}, {576, 4}};
 constexpr uint32_t kThreads = 128;
 
-// Enough threadgroups for a large GPU, but never less than 256 tokens of work for one.
-constexpr int64_t kTargetGroups = 528, kTokensPerSlice = 256, kMaxSlices = 120;
+// Enough threadgroups to fill a large GPU once (132 cores of 3), a second round would be mostly
+// empty; but never less than 256 tokens of work for one.
+constexpr int64_t kTargetGroups = 396, kTokensPerSlice = 256, kMaxSlices = 200;
 
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
   mx::array a(std::move(shape), dtype, nullptr, {});
@@ -24,12 +25,12 @@ mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& te
   return a;
 }
 
-/** Slices for `tokens` tokens of each of `groups` (row tile, kv head) pairs. */
-int slices(int64_t tokens, int64_t groups) {
+/** Slices for `tokens` tokens of each of `groups` (row tile, kv head) pairs, `total` in all. */
+int slices(int64_t tokens, int64_t groups, int64_t total) {
   if (tokens == 0) {
     return 0;
   }
-  const int64_t wanted = (kTargetGroups + groups - 1) / std::max<int64_t>(1, groups);
+  const int64_t wanted = total / std::max<int64_t>(1, groups);
   const int64_t useful = (tokens + kTokensPerSlice - 1) / kTokensPerSlice;
   return static_cast<int>(std::clamp<int64_t>(std::min(wanted, useful), 1, kMaxSlices));
 }
@@ -52,7 +53,7 @@ bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const bool equal =
       p.value_dim == width && in[kQueryCode].shape(3) == width && p.key.dims == p.value.dims;
   return in[kQuery].dtype() != mx::float32 && even && equal && in_bytes(p.key, width) &&
-         in_bytes(p.value, width) && p.pair.entries == 0 && p.mask == MASK_NONE &&
+         in_bytes(p.value, width) && p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
          (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
          aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
          aligned(in[kKeyCentres]);
@@ -81,8 +82,8 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
-  p.splits = slices(p.body, tiles * heads);
-  p.tail_splits = slices(p.tail, tiles * heads);
+  p.tail_splits = slices(p.tail, tiles * heads, kTargetGroups);
+  p.splits = slices(p.body, tiles * heads, kTargetGroups - p.tail_splits * tiles * heads);
   const int all = std::max(p.splits + p.tail_splits, 1);
   p.tail_splits = all - p.splits;
 

@@ -105,6 +105,8 @@ void check_mask(const mx::array& m, const mx::array& q) {
   }
   require(fits, kOp, "mask must be broadcastable to [B, Hq, L, N] = [", q.shape(0), ", ",
           q.shape(1), ", ", q.shape(2), ", N], but got shape ", m.shape(), ".");
+  require(m.ndim() > 0 && m.shape(-1) > 0, kOp,
+          "mask must have a column for every token, but got shape ", m.shape(), ".");
   require(is_float(m.dtype()) || m.dtype() == mx::bool_, kOp,
           "mask must be boolean, float32, float16 or bfloat16, but got ", m.dtype(), ".");
 }

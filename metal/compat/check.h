@@ -176,6 +176,7 @@ half dot(half4, half4);
 float dot(float2, float2);
 float dot(float4, float4);
 
+uint extract_bits(uint, uint, uint);
 uint popcount(uint);
 uint clz(uint);
 uint ctz(uint);

@@ -24,7 +24,16 @@ namespace metal {
     return half(name(float(h))); \
   }
 MSL_UNARY(exp, ::expf(x))
+#if defined(__CUDA_ARCH__)
+MSL_FN float fast_exp2(float x) {  // as exact as Metal's
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MSL_UNARY(exp2, fast_exp2(x))
+#else
 MSL_UNARY(exp2, ::exp2f(x))
+#endif
 MSL_UNARY(log, ::logf(x))
 MSL_UNARY(log2, ::log2f(x))
 MSL_UNARY(sqrt, ::sqrtf(x))
@@ -88,7 +97,19 @@ MSL_MINMAX(uint)
 MSL_MINMAX(long)
 MSL_MINMAX(ulong)
 MSL_MINMAX(half)
+#if defined(__CUDA_ARCH__)
+MSL_FN float min(float a, float b) {
+  return ::fminf(a, b);
+}
+MSL_FN float max(float a, float b) {
+  return ::fmaxf(a, b);
+}
+MSL_FN float clamp(float x, float lo, float hi) {
+  return min(max(x, lo), hi);
+}
+#else
 MSL_MINMAX(float)
+#endif
 #undef MSL_MINMAX
 
 template <typename T>
@@ -126,6 +147,15 @@ MSL_FN T dot(vec<T, N> a, vec<T, N> b) {
   for (int i = 1; i < N; i++)
     r += a[i] * b[i];
   return r;
+}
+
+// `bits` bits of x from bit `offset` on
+MSL_FN uint extract_bits(uint x, uint offset, uint bits) {
+#if defined(__CUDA_ARCH__)
+  if (bits == 8 && offset % 8 == 0)
+    return __byte_perm(x, 0, 0x4440u | offset / 8);
+#endif
+  return (x >> offset) & ((1u << bits) - 1u);
 }
 
 #if defined(__CUDA_ARCH__)

@@ -72,9 +72,12 @@ def attention(
         raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
     if keys.layout is not values.layout:
         raise ValueError("[attention] keys and values must share one Layout, but got two.")
+    computed = _native(q, keys, values, scale, mask, sinks)
     if native(use_metal_kernels, "attention"):
-        return _native(q, keys, values, scale, mask, sinks)
-    _native(q, keys, values, scale, mask, sinks)  # checks the arguments; never evaluated
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("attention: native, %s kernels%s", executor(), _fused(keys, values))
+        return computed
+    # the arguments are checked; what was built is never evaluated
     _log.debug("attention: plain mlx")
     return _plain(q, keys, values, scale, mask, sinks)
 
@@ -90,6 +93,17 @@ def _common(packed: PackedKV, scale: float, mask: str | mx.array | None) -> dict
     }
 
 
+def _diagonal(packed: PackedKV) -> mx.array | None:
+    """Of a basis that is a Hadamard transform: that is left to the kernel."""
+    return getattr(packed.body.transform, "diagonal", None)
+
+
+def _fused(keys: PackedKV, values: PackedKV) -> str:
+    sides = (("q", keys), ("output", values))
+    fused = [name for name, side in sides if _diagonal(side) is not None]
+    return f", basis of {' and '.join(fused)} fused" if fused else ""
+
+
 def _native(
     q: mx.array,
     keys: PackedKV,
@@ -99,14 +113,9 @@ def _native(
     sinks: mx.array | None,
 ) -> mx.array:
     key_basis, value_basis = keys.body.transform, values.body.transform
-    # a basis that is a Hadamard transform is left to the kernel
-    key_diagonal, value_diagonal = (getattr(b, "diagonal", None) for b in (key_basis, value_basis))
+    key_diagonal, value_diagonal = _diagonal(keys), _diagonal(values)
     q_code = key_basis.query(q) if key_basis is not None and key_diagonal is None else None
     separate = value_basis is not None and value_diagonal is None
-    if _log.isEnabledFor(logging.DEBUG):
-        fused = [n for n, d in (("q", key_diagonal), ("output", value_diagonal)) if d is not None]
-        what = f", basis of {' and '.join(fused)} fused" if fused else ""
-        _log.debug("attention: native, %s kernels%s", executor(), what)
     parts = _ext.attention(
         q,
         q_code,
