@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import QuantizedKVCache
+from rich import box
 from rich.console import Console
 from rich.table import Table
-from timing import blas, milliseconds
+from timing import blas, copy_bandwidth, milliseconds
 
 from vqkv_ext import info, ops
 from vqkv_ext.cache import CompressedArray, CompressedKVCache
@@ -35,17 +35,17 @@ class Case:
     """Random queries, keys and values, and caches that hold them."""
 
     def __init__(self, args: argparse.Namespace, tokens: int, queries: int):
-        rng = np.random.default_rng(0)
+        mx.random.seed(0)
         self.args, self.tokens, self.queries = args, tokens, queries
         self.scale = args.head_dim**-0.5
         self.mask = "causal" if queries > 1 else None
-        self.k, self.v = (self._normal(rng, args.kv_heads, tokens) for _ in "kv")
-        self.q = self._normal(rng, args.heads, queries)
+        self.k, self.v = (self._normal(args.kv_heads, tokens) for _ in "kv")
+        self.q = self._normal(args.heads, queries)
         mx.eval(self.k, self.v, self.q)
 
-    def _normal(self, rng: np.random.Generator, heads: int, tokens: int) -> mx.array:
-        x = rng.standard_normal((1, heads, tokens, self.args.head_dim), np.float32)
-        return mx.array(x).astype(getattr(mx, self.args.dtype))
+    def _normal(self, heads: int, tokens: int) -> mx.array:
+        x = mx.random.normal((self.args.batch, heads, tokens, self.args.head_dim))
+        return x.astype(getattr(mx, self.args.dtype))
 
     def cache(self, preset: str) -> tuple[CompressedKVCache, Handles]:
         """A cache of a preset with all tokens, and what attention reads."""
@@ -104,14 +104,15 @@ def decode(args: argparse.Namespace, tokens: int, table: Table) -> None:
     handles = {p: case.cache(p)[1] for p in args.presets}
     calls = [lambda: case.dense(case.k, case.v), case.mlx_lm_4bit()]
     calls += [case.ours(h) for h in handles.values()]
-    dense, quantized, *ours = milliseconds(*calls, rounds=args.rounds)
+    dense, quantized, *ours = milliseconds(*calls, rounds=args.rounds, together=args.together)
     for i, (preset, t) in enumerate(zip(handles, ours, strict=True)):
         table.add_row(
-            *((f"{tokens}", f"{dense:.2f}", f"{quantized:.2f}") if i == 0 else ("", "", "")),
+            *((f"{tokens}", f"{dense:.3f}", f"{quantized:.3f}") if i == 0 else ("", "", "")),
             preset,
-            f"{t:.2f}",
-            f"{dense / t:.1f}x",
+            f"{t:.3f}",
+            f"{dense / t:.2f}x",
             f"{quantized / t:.1f}x",
+            f"{100 * held(handles[preset]) / args.bandwidth / (1e-3 * t):.0f} %",
             f"{(case.k.nbytes + case.v.nbytes) / held(handles[preset]):.1f}x",
         )
     table.add_section()
@@ -130,7 +131,7 @@ def prefill(args: argparse.Namespace, tokens: int, table: Table) -> None:
         table.add_row(
             f"{args.queries} x {tokens}" if i == 0 else "",
             preset,
-            *(f"{t:.0f}" for t in (dense, decoded, ours)),
+            *(f"{t:.1f}" for t in (dense, decoded, ours)),
             f"{dense / ours:.1f}x",
             f"{decoded / ours:.1f}x",
         )
@@ -170,20 +171,30 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=9)
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--together", type=int, default=20 if gpu else 1, help="calls per eval")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
         peak(args, args.peak)
         return
 
-    shape = f"{args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}"
+    args.bandwidth = copy_bandwidth()
+    shape = (
+        f"batch {args.batch}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}"
+    )
     console = Console()
-    console.print(f"{shape}; {info()['executor']}, {info()['cpu_isa']}, {blas()}; milliseconds")
-    table = Table(title="one query token")
+    where = info()["executor"] if gpu else f"{info()['executor']}, {info()['cpu_isa']}, {blas()}"
+    console.print(
+        f"{shape}; {where}; milliseconds, {args.together} calls in one eval; floor: the cache's "
+        f"bytes at the {args.bandwidth / 1e9:.0f} GB/s of a copy"
+    )
+    table = Table(title="one query token", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("tokens", "mx.fast", "mlx-lm\n4 bit"):
         table.add_column(column, justify="right")
     table.add_column("preset", no_wrap=True)
-    for column in ("ours", "to\nmx.fast", "to\nmlx-lm", "bytes"):
+    for column in ("ours", "to\nmx.fast", "to\nmlx-lm", "of\nfloor", "bytes"):
         table.add_column(column, justify="right")
     for tokens in args.tokens:
         decode(args, tokens, table)
@@ -191,7 +202,7 @@ def main() -> None:
     if not args.prefill_tokens:
         return
 
-    table = Table(title="a chunk of the prompt")
+    table = Table(title="a chunk of the prompt", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("queries\nx tokens", justify="right")
     table.add_column("preset", no_wrap=True)
     for column in ("mx.fast", "decode,\nmx.fast", "ours", "to\nmx.fast", "to\ndecode"):
@@ -199,6 +210,8 @@ def main() -> None:
     for tokens in args.prefill_tokens:
         prefill(args, tokens, table)
     console.print(table)
+    if gpu:
+        return  # the peak below is that of the process
     dense = 2 * args.memory_tokens * args.kv_heads * args.head_dim * 4
     for preset in args.presets:
         console.print(

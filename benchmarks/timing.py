@@ -15,19 +15,33 @@ def milliseconds(
     *calls: Callable[[], mx.array],
     rounds: int = 7,
     warmup: int = 2,
+    together: int = 1,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> list[float]:
-    """Median (or `pick`) of each call's times, taken in turns so that all meet the same machine."""
+    """Median (or `pick`) of each call's times, taken in turns so that all meet the same machine.
+
+    With ``together`` several calls are evaluated at once and share the time of getting there, as
+    the layers of a model do.
+    """
     for _ in range(warmup):
         for call in calls:
-            mx.eval(call())
+            mx.eval([call() for _ in range(together)])
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for i, call in enumerate(calls):
             start = time.perf_counter()
-            mx.eval(call())
-            times[i].append(1e3 * (time.perf_counter() - start))
+            mx.eval([call() for _ in range(together)])
+            times[i].append(1e3 * (time.perf_counter() - start) / together)
     return [pick(t) for t in times]
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that an elementwise operation reads and writes: of 1 GiB on a GPU, 64 MiB on
+    a CPU."""
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    x = mx.zeros((1 << (28 if gpu else 24),), mx.float32)
+    mx.eval(x)
+    return 2 * x.nbytes / (1e-3 * milliseconds(lambda: x + 1, rounds=5)[0])
 
 
 def extra_bytes(call: Callable[[], mx.array]) -> int:

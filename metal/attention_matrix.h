@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention.h"
+#include "hadamard.h"
 #include "matrix_tokens.h"
 
 // What a simdgroup has of its query rows: lanes hold columns (rows of the call) in pairs.
@@ -34,20 +35,29 @@ struct MatrixScales {
   bool scaled, weighted, centred;
 };
 
-// One step: MATRIX_TOKENS tokens from `base` on. `plain`: every row sees all of them.
+// One step: MATRIX_TOKENS tokens from `base` on, whose key codes are `words`; the codes of those
+// from `next` on, if there are any, take their place. `plain`: every row sees all of the tokens.
 template <typename T, bool CODED, int D, int DIMS, int NB>
 METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
-                            thread const typename MatrixTypes<T>::pair* qf, MatrixSide<T> keys,
-                            MatrixSide<T> values, MatrixScales scales, MatrixRows rows, int base,
-                            int end, int block, bool plain, uint lane) {
+                            thread const typename MatrixTypes<T>::pair* qf, thread uint* words,
+                            MatrixSide<T> keys, MatrixSide<T> values, MatrixScales scales,
+                            MatrixRows rows, int base, int next, int end, int block, bool plain,
+                            uint lane) {
   constexpr int TB = MATRIX_TOKENS / 8;
   const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
+  const int last = end - 1 - base;
+  uint value_words[4 * MATRIX_PAIRS * MATRIX_WORDS(CODED, D / 8, DIMS)];
+  values = from_token<T, D, DIMS>(values, base);
+  if (CODED)
+    load_values<D, DIMS>(value_words, values.codes, last, lane);
   float2 st[NB * TB];
 #pragma unroll
   for (int i = 0; i < NB * TB; i++)
     st[i] = float2(0.0f, 0.0f);
-  const int last = end - 1 - base;
-  matrix_scores<T, CODED, D, DIMS, NB>(st, qf, from_token<T, D, DIMS>(keys, base), last, lane);
+  matrix_scores<T, CODED, D, DIMS, NB>(st, qf, words, from_token<T, D, DIMS>(keys, base), last,
+                                       lane);
+  if (CODED && next < end)
+    load_keys<D, DIMS>(words, keys.codes + long(next) * (D / DIMS), end - 1 - next, lane);
 
   float weigh[TB];
   float most = 0.0f;
@@ -173,8 +183,7 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
       pt[nb * TB + t] = matrix_right(matrix_pair(T(w.x), T(w.y)));
     }
   }
-  matrix_values<T, CODED, D, DIMS, NB>(state.out, pt, from_token<T, D, DIMS>(values, base), last,
-                                       lane);
+  matrix_values<T, CODED, D, DIMS, NB>(state.out, pt, value_words, values, last, lane);
 }
 
 // The query rows of a tile as right matrices, from threadgroup memory.
@@ -213,13 +222,20 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, NB>& state, threadgroup const
   const int blocks = (end + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
   const int share = (blocks + slices - 1) / slices;
   const int to = metal::min((slice + 1) * share, blocks);
-  for (int i = slice * share + int(sg); i < to; i += MATRIX_SIMDS) {
+  uint words[2 * MATRIX_PAIRS * MATRIX_WORDS(CODED, D / 4, DIMS)];
+  int i = slice * share + int(sg);
+  if (CODED && i < to) {
+    const long base = long(i) * MATRIX_TOKENS;
+    load_keys<D, DIMS>(words, keys.codes + base * (D / DIMS), end - 1 - int(base), lane);
+  }
+  for (; i < to; i += MATRIX_SIMDS) {
     const int base = i * MATRIX_TOKENS;
-    if (base >= sinks && base + MATRIX_TOKENS <= any_first)
+    if (!CODED && base >= sinks && base + MATRIX_TOKENS <= any_first)
       continue;
     const bool plain = base >= all_first && base + MATRIX_TOKENS <= all_last;
-    matrix_step<T, CODED, D, DIMS, NB>(state, qf, keys, values, scales, rows, base, end, block,
-                                       plain, lane);
+    const int next = i + MATRIX_SIMDS < to ? base + MATRIX_SIMDS * MATRIX_TOKENS : end;
+    matrix_step<T, CODED, D, DIMS, NB>(state, qf, words, keys, values, scales, rows, base, next,
+                                       end, block, plain, lane);
   }
 }
 
@@ -244,7 +260,8 @@ kernel void attention_matrix(
     uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int ROWS = 8 * NB, TABLE = 256 * DIMS * MATRIX_COPIES(DIMS);
   constexpr int FLOATS = ROWS * D > TABLE ? ROWS * D : TABLE;
-  threadgroup_array(float, memory, FLOATS);  // queries while they are turned; tables; outputs
+  constexpr int TABLE_SHARE = 256 * DIMS / MATRIX_THREADS;
+  threadgroup_array(float, memory, FLOATS);  // tables, then outputs
   threadgroup_array(ushort, query, ROWS * D);
   threadgroup_array(int, row_sinks, ROWS);
   threadgroup_array(int, row_first, ROWS);
@@ -265,41 +282,58 @@ kernel void attention_matrix(
     row_sinks[r] = v.sinks;
     row_first[r] = v.first;
     row_last[r] = metal::max(v.last, 0);
-    row_scale[r] = p.scale;
+    if (!body)
+      row_scale[r] = p.scale;
+  }
+  // every table value is on its way while the queries are prepared
+  float table_values[2 * TABLE_SHARE];
+  device const float* k_rows = k_table + (p.key.per_head ? h * 256 * DIMS : 0);
+  device const float* v_rows = v_table + (p.value.per_head ? h * 256 * DIMS : 0);
+#pragma unroll
+  for (int i = 0; i < TABLE_SHARE; i++) {
+    table_values[2 * i] = k_rows[int(tid) + i * MATRIX_THREADS];
+    table_values[2 * i + 1] = v_rows[int(tid) + i * MATRIX_THREADS];
   }
   const bool turned = body && p.key_basis.order > 0;
-  for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS) {
-    const int r = i / D, d = i % D;
-    float v = 0.0f;
-    if (row0 + r < rows) {
-      const long head = h * group + (row0 + r) / p.queries;
-      const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries) * D + d;
-      v = body && !turned ? q_code[at] : float(q[at]);
-      if (turned)
-        v *= key_diagonal[(p.key_basis.per_head ? h * D : 0) + d];
+  device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
+  for (int r = int(sg); r < ROWS; r += MATRIX_SIMDS) {
+    const int at = metal::min(row0 + r, rows - 1);
+    const long head = h * group + at / p.queries;
+    const long from = ((b * long(p.heads) + head) * p.queries + at % p.queries) * D;
+    if (!body) {
+      for (int d = int(lane); d < D; d += 32)
+        ((threadgroup T*)query)[r * D + d] = q[from + d];
+      continue;
     }
-    memory[i] = v;
+    float v[D / 32], most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      const int d = 32 * i + int(lane);
+      v[i] = turned ? float(q[from + d]) * diagonal[d] : q_code[from + d];
+    }
+    if (turned)
+      hadamard_transform<D, 1>(v, lane, false, p.key_basis.scale);
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      most = metal::max(most, metal::abs(v[i]));
+    most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
+    const float by = most > 0.0f ? 1.0f / most : 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      ((threadgroup half*)query)[r * D + 32 * i + int(lane)] = half(v[i] * by);
+    if (lane == 0)
+      row_scale[r] = p.scale * most;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (turned)
-    transform_rows<ROWS * D / MATRIX_THREADS>(memory, ROWS, D, D, p.key_basis, false, tid,
-                                              MATRIX_THREADS);
-  if (body) {
-    // 16 bits hold a row relative to its largest value
-    for (int r = int(sg); r < ROWS; r += MATRIX_SIMDS) {
-      float most = 0.0f;
-      for (int d = int(lane); d < D; d += 32)
-        most = metal::max(most, metal::abs(memory[r * D + d]));
-      most = metal::simd_max(most);
-      const float by = most > 0.0f ? 1.0f / most : 0.0f;
-      for (int d = int(lane); d < D; d += 32)
-        ((threadgroup half*)query)[r * D + d] = half(memory[r * D + d] * by);
-      if (lane == 0)
-        row_scale[r] = p.scale * most;
+  threadgroup half* table = (threadgroup half*)memory;
+#pragma unroll
+  for (int i = 0; i < TABLE_SHARE; i++) {
+    const int at = int(tid) + i * MATRIX_THREADS;
+    threadgroup half* to = table + at / DIMS * MATRIX_COPIES(DIMS) * DIMS + at % DIMS;
+#pragma unroll
+    for (int c = 0; c < MATRIX_COPIES(DIMS); c++) {
+      to[c * DIMS] = half(table_values[2 * i]);
+      to[TABLE + c * DIMS] = half(table_values[2 * i + 1]);
     }
-  } else {
-    for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS)
-      ((threadgroup T*)query)[i] = T(memory[i]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -328,16 +362,6 @@ kernel void attention_matrix(
   scales.centres = (device const char*)k_centres + bh * blocks * D;
   scales.centre_scales = (device const bfloat*)k_centre_scales + bh * blocks;
   if (body) {
-    threadgroup half* table = (threadgroup half*)memory;
-    for (int i = int(tid); i < 256 * DIMS; i += MATRIX_THREADS) {
-      const int row = i / DIMS, d = i % DIMS;
-      for (int c = 0; c < MATRIX_COPIES(DIMS); c++) {
-        const int at = (row * MATRIX_COPIES(DIMS) + c) * DIMS + d;
-        table[at] = half(k_table[(p.key.per_head ? h * 256 * DIMS : 0) + i]);
-        table[TABLE + at] = half(v_table[(p.value.per_head ? h * 256 * DIMS : 0) + i]);
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     MatrixSide<half> keys, values;
     keys.codes = k_codes + bh * p.body * p.key.bytes;
     keys.table = (threadgroup const uchar*)table + lane % MATRIX_COPIES(DIMS) * (2 * DIMS);

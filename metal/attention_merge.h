@@ -27,6 +27,7 @@ kernel void attention_merge(
     uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int HELD = (ATTENTION_MAX_WIDTH + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
+  threadgroup_array(float, sums, ATTENTION_SIMDS* ATTENTION_MAX_WIDTH);
   threadgroup_array(float, code, ATTENTION_MAX_WIDTH);
   threadgroup_array(float, weight, ATTENTION_MAX_SLICES);
   const long row = tgid.x;
@@ -38,26 +39,37 @@ kernel void attention_merge(
     m = metal::max(m, ml[s * 2]);
   m = simd_max(m);
   float l = 0.0f;
-  for (int s = int(lane); s < all; s += 32)
-    l += ml[s * 2 + 1] * metal::exp2(ml[s * 2] - m);
+  for (int s = int(lane); s < all; s += 32) {
+    const float w = metal::exp2(ml[s * 2] - m);
+    l += ml[s * 2 + 1] * w;
+    if (sg == 0)
+      weight[s] = w;
+  }
   const float share = softmax_share(p, sinks, head, m, simd_sum(l));
-  for (int s = int(tid); s < all; s += ATTENTION_THREADS)
-    weight[s] = metal::exp2(ml[s * 2] - m) * share;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // simdgroups take the slices in turn; those of the tail are few
+  device const float* at = part + row * all * p.value_dim;
+  for (int d = int(lane); d < p.value_dim; d += 32) {
+    float a = 0.0f;
+#pragma unroll 8
+    for (int s = int(sg); s < p.splits; s += ATTENTION_SIMDS)
+      a = metal::fma(at[s * p.value_dim + d], weight[s], a);
+    sums[int(sg) * p.value_dim + d] = a;
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float tail[HELD];
   for (int k = 0; k < HELD; k++) {
     const int d = int(tid) + k * ATTENTION_THREADS;
-    float a = 0.0f, t = 0.0f;
+    float t = 0.0f;
     if (d < p.value_dim) {
-      device const float* at = part + row * all * p.value_dim + d;
-#pragma unroll 8
-      for (int s = 0; s < p.splits; s++)
-        a = metal::fma(at[s * p.value_dim], weight[s], a);
+      float a = 0.0f;
+      for (int s = 0; s < ATTENTION_SIMDS; s++)
+        a += sums[s * p.value_dim + d];
       for (int s = p.splits; s < all; s++)
-        t = metal::fma(at[s * p.value_dim], weight[s], t);
-      code[d] = a;
+        t = metal::fma(at[s * p.value_dim + d], weight[s], t);
+      code[d] = a * share;
     }
-    tail[k] = t;
+    tail[k] = t * share;
   }
   const bool turned = p.value_basis.order > 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -39,7 +39,7 @@ struct MatrixSide {
 };
 
 // Copies of a table in threadgroup memory, so that lanes rarely want the same bank.
-#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : 4)
+#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 && THREADGROUP_MEMORY < 40000 ? 4 : 8)
 
 // N bytes from an address that is a multiple of N, or of 16.
 template <int N>
@@ -98,31 +98,49 @@ METAL_FUNC MatrixSide<T> from_token(MatrixSide<T> s, long base) {
   return s;
 }
 
-// st[nb][t / 8] += products of tokens t with query rows; tokens beyond `last` repeat it.
-template <typename T, bool CODED, int D, int DIMS, int NB>
-METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
-                              MatrixSide<T> s, int last, uint lane) {
-  constexpr int BYTES = CODED ? D / 4 / DIMS : 4;
-  constexpr int WORDS = (BYTES + 3) / 4;
+// Codes a lane needs of the channels it takes of a key or value, in bytes and words.
+#define MATRIX_PAIRS (MATRIX_TOKENS / 16)
+#define MATRIX_BYTES(CODED, CHANNELS, DIMS) ((CODED) ? (CHANNELS) / (DIMS) : 4)
+#define MATRIX_WORDS(CODED, CHANNELS, DIMS) ((MATRIX_BYTES(CODED, CHANNELS, DIMS) + 3) / 4)
+
+// Codes of MATRIX_TOKENS tokens, loaded ahead of their use; tokens beyond `last` repeat it.
+template <int D, int DIMS>
+METAL_FUNC void load_keys(thread uint* words, device const uchar* codes, int last, uint lane) {
+  constexpr int BYTES = MATRIX_BYTES(true, D / 4, DIMS), WORDS = MATRIX_WORDS(true, D / 4, DIMS);
   const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
 #pragma unroll
-  for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
-    uint words[2 * WORDS];
-    int at[2];
+  for (int i = 0; i < 2 * MATRIX_PAIRS; i++) {
+    const int token = metal::min(8 * i + row, last);
+    load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + quarter * BYTES);
+  }
+}
+template <int D, int DIMS>
+METAL_FUNC void load_values(thread uint* words, device const uchar* codes, int last, uint lane) {
+  constexpr int BYTES = MATRIX_BYTES(true, D / 8, DIMS), WORDS = MATRIX_WORDS(true, D / 8, DIMS);
+  const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int token = metal::min(16 * pair + 8 * i + row, last);
-      at[i] = token * D + quarter * (D / 4);
-      if (CODED)
-        load_bytes<BYTES>(words + i * WORDS, s.codes + token * (D / DIMS) + quarter * BYTES);
-    }
+  for (int i = 0; i < 4 * MATRIX_PAIRS; i++) {
+    const int token = metal::min(16 * (i / 4) + i % 4 / 2 * 8 + column + i % 2, last);
+    load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + eighth * BYTES);
+  }
+}
+
+// st[nb][t / 8] += products of tokens t with query rows; `words` are codes as loaded above.
+template <typename T, bool CODED, int D, int DIMS, int NB>
+METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
+                              thread const uint* words, MatrixSide<T> s, int last, uint lane) {
+  constexpr int WORDS = MATRIX_WORDS(CODED, D / 4, DIMS);
+  const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
+  for (int k = 0; k < D / 16; k++) {
+#pragma unroll
+    for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
       typename MatrixTypes<T>::pair left[4];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+        const int at = metal::min(8 * (2 * pair + i) + row, last) * D + quarter * (D / 4);
         const typename MatrixTypes<T>::four x =
-            four_channels<CODED, DIMS>(words + i * WORDS, s, at[i], k);
+            four_channels<CODED, DIMS>(words + (2 * pair + i) * (CODED ? WORDS : 0), s, at, k);
         left[2 * i] = matrix_pair(x.x, x.y);
         left[2 * i + 1] = matrix_pair(x.z, x.w);
       }
@@ -137,33 +155,22 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
 // ot[nb][channel / 8 of a lane's order] += values of the tokens, weighted by pt.
 template <typename T, bool CODED, int D, int DIMS, int NB>
 METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTypes<T>::pair* pt,
-                              MatrixSide<T> s, int last, uint lane) {
+                              thread const uint* words, MatrixSide<T> s, int last, uint lane) {
   typedef typename MatrixTypes<T>::pair Pair;
   typedef typename MatrixTypes<T>::four Four;
-  constexpr int BYTES = CODED ? D / 8 / DIMS : 4;
-  constexpr int WORDS = (BYTES + 3) / 4;
+  constexpr int WORDS = MATRIX_WORDS(CODED, D / 8, DIMS);
   const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
 #pragma unroll
-  for (int pair = 0; pair < MATRIX_TOKENS / 16; pair++) {
-    uint words[4 * WORDS];
-    int at[4];
-    bool there[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int slot = 16 * pair + j / 2 * 8 + column + j % 2;
-      const int token = metal::min(slot, last);
-      there[j] = slot <= last;
-      at[j] = token * D + eighth * (D / 8);
-      if (CODED)
-        load_bytes<BYTES>(words + j * WORDS, s.codes + token * (D / DIMS) + eighth * BYTES);
-    }
+  for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       Four x[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        x[j] = four_channels<CODED, DIMS>(words + j * WORDS, s, at[j], i);
-        if (!CODED && !there[j])
+        const int slot = 16 * pair + j / 2 * 8 + column + j % 2;
+        const int at = metal::min(slot, last) * D + eighth * (D / 8);
+        x[j] = four_channels<CODED, DIMS>(words + (4 * pair + j) * (CODED ? WORDS : 0), s, at, i);
+        if (!CODED && slot > last)
           x[j] = Four(T(0.0f));  // what lies there may be NaN, and 0 * NaN is not 0
       }
 #pragma unroll
@@ -176,7 +183,7 @@ METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTyp
 #pragma unroll
         for (int nb = 0; nb < NB; nb++)
           matrix_multiply_add(ot + nb * (D / 8) + 4 * i + 2 * h, left,
-                              pt + (nb * (MATRIX_TOKENS / 16) + pair) * 2);
+                              pt + (nb * MATRIX_PAIRS + pair) * 2);
       }
     }
   }

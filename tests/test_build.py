@@ -137,7 +137,7 @@ def test_info():
 
 def test_executor_sim_needs_a_development_build():
     """In builds without the simulator asking for it is an error, never a silent CPU run."""
-    code = "import mlx.core as mx; from vqkv_ext import ops; import vqkv_ext\n"
+    code = "import mlx.core as mx; mx.set_default_device(mx.cpu); import vqkv_ext\n"
     code += "print(vqkv_ext.info()['executor'])"
     env = os.environ | {"VQKV_EXECUTOR": "sim"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -286,6 +286,7 @@ def test_memory_is_released(rng):
     mx.eval([a for c in pair for a in c.arrays()])
     kv = tokens(rng, 4096, dtype=mx.float16)
     mx.eval(kv)
+    mx.synchronize()
     mx.clear_cache()
     base = mx.get_active_memory()
     cache = CompressedKVCache(*pair, CacheConfig())

@@ -30,9 +30,11 @@ int slices(int64_t tokens, int64_t groups, int64_t total) {
   if (tokens == 0) {
     return 0;
   }
-  const int64_t wanted = total / std::max<int64_t>(1, groups);
+  const int64_t wanted = std::clamp<int64_t>(total / std::max<int64_t>(1, groups), 1, kMaxSlices);
   const int64_t useful = (tokens + kTokensPerSlice - 1) / kTokensPerSlice;
-  return static_cast<int>(std::clamp<int64_t>(std::min(wanted, useful), 1, kMaxSlices));
+  // equal numbers of steps for all
+  const int64_t steps = (useful + wanted - 1) / wanted;
+  return static_cast<int>((useful + steps - 1) / steps);
 }
 
 /** Whether attention_matrix reads such codes: bytes that select rows of one table per head. */

@@ -173,11 +173,16 @@ using metal::matrix_sum_rows;
 #define threadgroup_array(T, name, ...) __shared__ T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
 
+#define THREADGROUP_MEMORY 49152
+
 // Found by cuModuleGetFunction under the kernel's name with this prefix.
-#define instantiate_kernel(name, func, ...)                                       \
-  extern "C" __global__ void vqkv_##name(                                         \
+#define MSL_GLOBAL(name, bounds, func, ...)                                       \
+  extern "C" __global__ void bounds vqkv_##name(                                  \
       const __grid_constant__ vqkv::cuda::Arguments<&func<__VA_ARGS__>> a) {      \
     vqkv::cuda::call(a, vqkv::cuda::Arguments<&func<__VA_ARGS__>>::S::Buffers{}); \
   }
+#define instantiate_kernel(name, func, ...) MSL_GLOBAL(name, , func, __VA_ARGS__)
+#define instantiate_kernel_groups(name, threads, groups, func, ...) \
+  MSL_GLOBAL(name, __launch_bounds__(threads, groups), func, __VA_ARGS__)
 
 #include "names.h"

@@ -207,6 +207,8 @@ using metal::matrix_sum_rows;
       vqkv::sim::threadgroup_memory(&key_of_##name, sizeof(T) * (__VA_ARGS__), alignof(T), #name))
 #define program_constant(T, name, ...) [[maybe_unused]] static constexpr T name[__VA_ARGS__]
 
+#define THREADGROUP_MEMORY 32768
+#define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define MSL_JOIN_(a, b) a##b
 #define MSL_JOIN(a, b) MSL_JOIN_(a, b)
 #define instantiate_kernel(name, func, ...)                          \
