@@ -47,14 +47,29 @@ kernel void attention_merge(
   }
   const float share = softmax_share(p, sinks, head, m, simd_sum(l));
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // simdgroups take the slices in turn; those of the tail are few
+  // Simdgroups take the slices in turn, lanes four channels each; eight loads of each are under way
+  // at a time. The slices of the tail are few.
   device const float* at = part + row * all * p.value_dim;
-  for (int d = int(lane); d < p.value_dim; d += 32) {
-    float a = 0.0f;
-#pragma unroll 8
-    for (int s = int(sg); s < p.splits; s += ATTENTION_SIMDS)
-      a = metal::fma(at[s * p.value_dim + d], weight[s], a);
-    sums[int(sg) * p.value_dim + d] = a;
+  for (int d = 4 * int(lane); d < p.value_dim; d += 128) {
+    float4 a = float4(0.0f);
+    for (int first = int(sg); first < p.splits; first += 8 * ATTENTION_SIMDS) {
+      float4 x[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        device const float* from =
+            at + metal::min(first + i * ATTENTION_SIMDS, p.splits - 1) * p.value_dim;
+        x[i] = float4(from[d], from[metal::min(d + 1, p.value_dim - 1)],
+                      from[metal::min(d + 2, p.value_dim - 1)],
+                      from[metal::min(d + 3, p.value_dim - 1)]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int s = first + i * ATTENTION_SIMDS;
+        a = a + x[i] * (s < p.splits ? weight[s] : 0.0f);
+      }
+    }
+    for (int j = 0; j < 4 && d + j < p.value_dim; j++)
+      sums[int(sg) * p.value_dim + d + j] = j == 0 ? a.x : j == 1 ? a.y : j == 2 ? a.z : a.w;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float tail[HELD];
