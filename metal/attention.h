@@ -11,7 +11,6 @@
 #define ATTENTION_THREADS 128
 #define ATTENTION_SIMDS 4
 #define ATTENTION_MAX_WIDTH 576
-#define ATTENTION_MAX_SLICES 256
 // Stands for minus infinity and survives fast math.
 #define ATTENTION_NEVER -1.0e30f
 // The least score of a visible token.

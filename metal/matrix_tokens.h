@@ -39,7 +39,11 @@ struct MatrixSide {
 };
 
 // Copies of a table in threadgroup memory, so that lanes rarely want the same bank.
-#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 && THREADGROUP_MEMORY < 40000 ? 4 : 8)
+#if THREADGROUP_MEMORY < 40000
+#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 ? 4 : 8)
+#else
+#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 ? 8 : 16)
+#endif
 
 // N bytes from an address that is a multiple of N, or of 16.
 template <int N>

@@ -41,6 +41,9 @@ struct BasisParams {
   float scale;   // 1 / sqrt(D)
 };
 
+// Slices of the grid of one attention call, body and tail together.
+#define ATTENTION_MAX_SLICES 512
+
 struct AttentionParams {
   CodeParams key;
   CodeParams pair;  // a second key code; its channels follow those of the first; entries 0: none

@@ -16,7 +16,8 @@ constexpr uint32_t kThreads = 128;
 
 // Enough threadgroups to fill a large GPU once (132 cores of 3), a second round would be mostly
 // empty; but never less than 256 tokens of work for one.
-constexpr int64_t kTargetGroups = 396, kTokensPerSlice = 256, kMaxSlices = 200;
+constexpr int64_t kTargetGroups = 396, kTokensPerSlice = 256;
+constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
   mx::array a(std::move(shape), dtype, nullptr, {});
