@@ -26,8 +26,16 @@ export PYTHONPATH=$PWD/$(dirname "$package") PYTHONMALLOC=malloc
 # Python itself leaks by design; symbolizing inside it deadlocks.
 export ASAN_OPTIONS=detect_leaks=0:symbolize=0:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=0:halt_on_error=1
-# The simulator's own tests plant faults; the others start compilers or run little native code.
-tests=(tests -p no:cacheprovider -q -m "not slow and not model" --ignore tests/simulator)
-for name in build macos_build evaluation gguf statistics demo benchmark_kernels cli lloyd_max prefill_presets; do tests+=(--ignore "tests/test_$name.py"); done
-LD_PRELOAD=$runtime "$bin/python" -m pytest "${tests[@]}"
-VQKV_EXECUTOR=sim LD_PRELOAD=$runtime "$bin/python" -m pytest "${tests[@]}" -m sim
+# Tests that reach native code, of each family and of the caches. In the simulator, where guard pages
+# watch the buffers anyway, one file of each family.
+tests=()
+for name in vq scalar hadamard hadamard_quantize qjl attention attention_matrix attention_axes \
+  attention_transforms cases_attention gradient qjl_gradient cache cache_modes product presets \
+  mlx_lm; do tests+=("tests/test_$name.py"); done
+simulated=()
+for name in vq scalar hadamard qjl attention attention_matrix cache; do
+  simulated+=("tests/test_$name.py")
+done
+pytest=("$bin/python" -m pytest -p no:cacheprovider -q)
+LD_PRELOAD=$runtime "${pytest[@]}" -m "not slow and not model" "${tests[@]}"
+VQKV_EXECUTOR=sim LD_PRELOAD=$runtime "${pytest[@]}" -m sim "${simulated[@]}"
