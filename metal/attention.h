@@ -233,7 +233,7 @@ kernel void attention_tile(
     for (int c = 0; c < COLS; c++) {
       const int d = int(tid) + c * ATTENTION_THREADS;
       if (d < p.value_dim) {
-#pragma unroll
+        UNROLL
         for (int r = 0; r < R; r++) {
           float a = acc[r * COLS + c] * rescale[r];
           for (int k = 0; k < KT; k++)
@@ -246,14 +246,14 @@ kernel void attention_tile(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   const int all = p.splits + p.tail_splits;
-#pragma unroll
+  UNROLL
   for (int r = 0; r < R; r++) {
     if (row0 + r >= rows)
       continue;
     const long head = h * group + (row0 + r) / p.queries;
     const long row = (b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries;
     const long at = row * all + tgid.z;
-#pragma unroll
+    UNROLL
     for (int c = 0; c < COLS; c++) {
       const int d = int(tid) + c * ATTENTION_THREADS;
       if (d < p.value_dim)

@@ -51,7 +51,7 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
   if (CODED)
     load_values<D, DIMS>(value_words, values.codes, last, lane);
   float2 st[NB * TB];
-#pragma unroll
+  UNROLL
   for (int i = 0; i < NB * TB; i++)
     st[i] = float2(0.0f, 0.0f);
   matrix_scores<T, CODED, D, DIMS, NB>(st, qf, words, from_token<T, D, DIMS>(keys, base), last,
@@ -62,24 +62,24 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
   float weigh[TB];
   float most = 0.0f;
   if (CODED) {
-#pragma unroll
+    UNROLL
     for (int t = 0; t < TB; t++) {
       const int token = metal::min(base + 8 * t + row, end - 1);
       const float by = scales.scaled ? float(scales.keys[token]) : 1.0f;
       weigh[t] = scales.weighted ? float(scales.values[token]) : 1.0f;
       most = metal::max(most, weigh[t]);
-#pragma unroll
+      UNROLL
       for (int nb = 0; nb < NB; nb++)
         st[nb * TB + t] = st[nb * TB + t] * by;
     }
     if (scales.centred) {
       // the centre as a token: one row of the left matrix, so one row of the result
       float2 ct[2 * NB];
-#pragma unroll
+      UNROLL
       for (int i = 0; i < 2 * NB; i++)
         ct[i] = float2(0.0f, 0.0f);
       device const char* centre = scales.centres + long(base / block) * D + column / 2 * (D / 4);
-#pragma unroll
+      UNROLL
       for (int k = 0; k < D / 16; k++) {
         typename MatrixTypes<T>::pair left[4];
         char4 c = char4(0, 0, 0, 0);
@@ -89,16 +89,16 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
         left[1] = matrix_pair(T(float(c.z)), T(float(c.w)));
         left[2] = matrix_pair(T(0.0f), T(0.0f));
         left[3] = left[2];
-#pragma unroll
+        UNROLL
         for (int nb = 0; nb < NB; nb++)
           matrix_multiply_add(ct + 2 * nb, left, qf + (nb * (D / 16) + k) * 2);
       }
       const float unit = float(scales.centre_scales[base / block]);
-#pragma unroll
+      UNROLL
       for (int nb = 0; nb < NB; nb++) {
         const float2 c =
             float2(matrix_sum_rows(ct[2 * nb].x) * unit, matrix_sum_rows(ct[2 * nb].y) * unit);
-#pragma unroll
+        UNROLL
         for (int t = 0; t < TB; t++)
           st[nb * TB + t] = st[nb * TB + t] + c;
       }
@@ -108,15 +108,15 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
   // weights, and what the running sums are to be multiplied by
   float factor[2 * NB], shrink[2 * NB];
   bool grown = false;
-#pragma unroll
+  UNROLL
   for (int n = 0; n < 2 * NB; n++)
     factor[n] = rows.scale[n / 2 * 8 + column + n % 2];
   if (!plain) {
-#pragma unroll
+    UNROLL
     for (int n = 0; n < 2 * NB; n++) {
       const int r = n / 2 * 8 + column + n % 2;
       const int sinks = rows.sinks[r], first = rows.first[r], last = rows.last[r];
-#pragma unroll
+      UNROLL
       for (int t = 0; t < TB; t++) {
         const int slot = base + 8 * t + row;
         const bool visible = (slot < sinks) | ((slot >= first) & (slot < last));
@@ -128,10 +128,10 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
       factor[n] = 1.0f;
     }
   }
-#pragma unroll
+  UNROLL
   for (int n = 0; n < 2 * NB; n++) {
     float top = n % 2 == 0 ? st[n / 2 * TB].x : st[n / 2 * TB].y;
-#pragma unroll
+    UNROLL
     for (int t = 1; t < TB; t++)
       top = metal::max(top, n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y);
     const float m = metal::max(state.m[n], matrix_max_rows(top) * factor[n]);
@@ -140,7 +140,7 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
     state.m[n] = m;
     const float shift = -metal::max(m, ATTENTION_LEAST);  // a row that sees nothing gets no weight
     float sum = 0.0f;
-#pragma unroll
+    UNROLL
     for (int t = 0; t < TB; t++) {
       const float s = n % 2 == 0 ? st[n / 2 * TB + t].x : st[n / 2 * TB + t].y;
       const float w = metal::exp2(metal::fma(s, factor[n], shift));
@@ -157,25 +157,25 @@ METAL_FUNC void matrix_step(thread MatrixState<D, NB>& state,
     // weights times scales go through 16 bits: kept near 1
     unit = metal::max(unit, matrix_max_rows(most));
     const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-#pragma unroll
+    UNROLL
     for (int t = 0; t < TB; t++)
       weigh[t] = base + 8 * t + row < end ? weigh[t] * inverse : 0.0f;
   }
   if (metal::simd_any(grown || unit > state.unit)) {
     const float by = unit > state.unit ? state.unit / unit : 1.0f;
-#pragma unroll
+    UNROLL
     for (int nb = 0; nb < NB; nb++) {
       const float2 factor = float2(shrink[2 * nb] * by, shrink[2 * nb + 1] * by);
-#pragma unroll
+      UNROLL
       for (int i = 0; i < D / 8; i++)
         state.out[nb * (D / 8) + i] = state.out[nb * (D / 8) + i] * factor;
     }
     state.unit = unit;
   }
   typename MatrixTypes<T>::pair pt[NB * TB];
-#pragma unroll
+  UNROLL
   for (int nb = 0; nb < NB; nb++) {
-#pragma unroll
+    UNROLL
     for (int t = 0; t < TB; t++) {
       float2 w = st[nb * TB + t];
       if (CODED && scales.weighted)
@@ -191,9 +191,9 @@ template <typename T, int D, int NB>
 METAL_FUNC void matrix_queries(thread typename MatrixTypes<T>::pair* qf, threadgroup const T* q,
                                uint lane) {
   const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
-#pragma unroll
+  UNROLL
   for (int nb = 0; nb < NB; nb++) {
-#pragma unroll
+    UNROLL
     for (int i = 0; i < D / 8; i++) {
       // matrix i of step i / 2: its row 2 c + e is channel e of the pair at 2 i of quarter c
       const int channel = row / 2 * (D / 4) + 2 * i + row % 2;
@@ -289,7 +289,7 @@ kernel void attention_matrix(
   float table_values[2 * TABLE_SHARE];
   device const float* k_rows = k_table + (p.key.per_head ? h * 256 * DIMS : 0);
   device const float* v_rows = v_table + (p.value.per_head ? h * 256 * DIMS : 0);
-#pragma unroll
+  UNROLL
   for (int i = 0; i < TABLE_SHARE; i++) {
     table_values[2 * i] = k_rows[int(tid) + i * MATRIX_THREADS];
     table_values[2 * i + 1] = v_rows[int(tid) + i * MATRIX_THREADS];
@@ -306,30 +306,30 @@ kernel void attention_matrix(
       continue;
     }
     float v[D / 32], most = 0.0f;
-#pragma unroll
+    UNROLL
     for (int i = 0; i < D / 32; i++) {
       const int d = 32 * i + int(lane);
       v[i] = turned ? float(q[from + d]) * diagonal[d] : q_code[from + d];
     }
     if (turned)
       hadamard_transform<D, 1>(v, lane, false, p.key_basis.scale);
-#pragma unroll
+    UNROLL
     for (int i = 0; i < D / 32; i++)
       most = metal::max(most, metal::abs(v[i]));
     most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
     const float by = most > 0.0f ? 1.0f / most : 0.0f;
-#pragma unroll
+    UNROLL
     for (int i = 0; i < D / 32; i++)
       ((threadgroup half*)query)[r * D + 32 * i + int(lane)] = half(v[i] * by);
     if (lane == 0)
       row_scale[r] = p.scale * most;
   }
   threadgroup half* table = (threadgroup half*)memory;
-#pragma unroll
+  UNROLL
   for (int i = 0; i < TABLE_SHARE; i++) {
     const int at = int(tid) + i * MATRIX_THREADS;
     threadgroup half* to = table + at / DIMS * MATRIX_COPIES(DIMS) * DIMS + at % DIMS;
-#pragma unroll
+    UNROLL
     for (int c = 0; c < MATRIX_COPIES(DIMS); c++) {
       to[c * DIMS] = half(table_values[2 * i]);
       to[TABLE + c * DIMS] = half(table_values[2 * i + 1]);
@@ -338,10 +338,10 @@ kernel void attention_matrix(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   MatrixState<D, NB> state;
-#pragma unroll
+  UNROLL
   for (int i = 0; i < NB * (D / 8); i++)
     state.out[i] = float2(0.0f, 0.0f);
-#pragma unroll
+  UNROLL
   for (int n = 0; n < 2 * NB; n++) {
     state.m[n] = ATTENTION_NEVER;
     state.l[n] = 0.0f;
@@ -386,7 +386,7 @@ kernel void attention_matrix(
 
   // merge the simdgroups
   const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
-#pragma unroll
+  UNROLL
   for (int n = 0; n < 2 * NB; n++) {
     const float l = matrix_sum_rows(state.l[n]);
     const int r = n / 2 * 8 + column + n % 2;
@@ -399,14 +399,14 @@ kernel void attention_matrix(
   const float unit = body && p.value.scaled ? state.unit : 1.0f;
   for (int turn = 0; turn < MATRIX_SIMDS; turn++) {
     if (int(sg) == turn) {
-#pragma unroll
+      UNROLL
       for (int n = 0; n < 2 * NB; n++) {
         const int r = n / 2 * 8 + column + n % 2;
         float top = ATTENTION_NEVER;
         for (int k = 0; k < MATRIX_SIMDS; k++)
           top = metal::max(top, sums[(k * ROWS + r) * 2]);
         const float by = metal::exp2(state.m[n] - top) * unit;
-#pragma unroll
+        UNROLL
         for (int i = 0; i < D / 8; i++) {
           const float2 x = state.out[n / 2 * (D / 8) + i];
           // matrices 2 j and 2 j + 1 are channels 2 j and 2 j + 1 of every eighth

@@ -54,7 +54,7 @@ kernel void attention_merge(
     float4 a = float4(0.0f);
     for (int first = int(sg); first < p.splits; first += 8 * ATTENTION_SIMDS) {
       float4 x[8];
-#pragma unroll
+      UNROLL
       for (int i = 0; i < 8; i++) {
         device const float* from =
             at + metal::min(first + i * ATTENTION_SIMDS, p.splits - 1) * p.value_dim;
@@ -62,7 +62,7 @@ kernel void attention_merge(
                       from[metal::min(d + 2, p.value_dim - 1)],
                       from[metal::min(d + 3, p.value_dim - 1)]);
       }
-#pragma unroll
+      UNROLL
       for (int i = 0; i < 8; i++) {
         const int s = first + i * ATTENTION_SIMDS;
         a = a + x[i] * (s < p.splits ? weight[s] : 0.0f);

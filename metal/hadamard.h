@@ -36,18 +36,18 @@ template <int D, int M>
 METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, float scale) {
   constexpr int N = D / M, E = (D + 31) / 32;
   constexpr int NR = N >= 32 ? N / 32 : 1;  // registers per entry of M
-#pragma unroll
+  UNROLL
   for (int h = 1; h < N && h < 32; h *= 2) {
     const bool upper = (lane & uint(h)) != 0;
-#pragma unroll
+    UNROLL
     for (int r = 0; r < E; r++) {
       const float other = metal::simd_shuffle_xor(v[r], ushort(h));
       v[r] = upper ? other - v[r] : v[r] + other;
     }
   }
-#pragma unroll
+  UNROLL
   for (int h = 1; h < NR; h *= 2) {
-#pragma unroll
+    UNROLL
     for (int r = 0; r < E; r++) {
       if ((r & h) == 0) {
         const float a = v[r], b = v[r + h];
@@ -58,15 +58,15 @@ METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, 
   }
   if (M > 1) {
     float sum[E];
-#pragma unroll
+    UNROLL
     for (int r = 0; r < E; r++)
       sum[r] = -0.0f;  // adds nothing to either zero
-#pragma unroll
+    UNROLL
     for (int j = 0; j < M; j++) {
       float x = 0.0f;
       if (N < 32)
         x = metal::simd_shuffle(v[N < 32 ? j * N / 32 : 0], ushort(j * N % 32 + int(lane) % N));
-#pragma unroll
+      UNROLL
       for (int r = 0; r < E; r++) {
         if (N >= 32)
           x = v[N >= 32 ? j * NR + r % NR : 0];
@@ -76,11 +76,11 @@ METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, 
         sum[r] += (bits & 1) != 0 ? x : -x;
       }
     }
-#pragma unroll
+    UNROLL
     for (int r = 0; r < E; r++)
       v[r] = sum[r];
   }
-#pragma unroll
+  UNROLL
   for (int r = 0; r < E; r++)
     v[r] = 32 * r + int(lane) < D ? v[r] * scale : 0.0f;
 }

@@ -49,7 +49,7 @@ struct MatrixSide {
 template <int N>
 METAL_FUNC void load_bytes(thread uint* words, device const uchar* at) {
   if (N >= 16) {
-#pragma unroll
+    UNROLL
     for (int i = 0; i < N / 16; i++) {
       const uint4 w = ((device const uint4*)at)[i];
       words[N >= 16 ? 4 * i : 0] = w.x;
@@ -112,7 +112,7 @@ template <int D, int DIMS>
 METAL_FUNC void load_keys(thread uint* words, device const uchar* codes, int last, uint lane) {
   constexpr int BYTES = MATRIX_BYTES(true, D / 4, DIMS), WORDS = MATRIX_WORDS(true, D / 4, DIMS);
   const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
-#pragma unroll
+  UNROLL
   for (int i = 0; i < 2 * MATRIX_PAIRS; i++) {
     const int token = metal::min(8 * i + row, last);
     load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + quarter * BYTES);
@@ -122,7 +122,7 @@ template <int D, int DIMS>
 METAL_FUNC void load_values(thread uint* words, device const uchar* codes, int last, uint lane) {
   constexpr int BYTES = MATRIX_BYTES(true, D / 8, DIMS), WORDS = MATRIX_WORDS(true, D / 8, DIMS);
   const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
-#pragma unroll
+  UNROLL
   for (int i = 0; i < 4 * MATRIX_PAIRS; i++) {
     const int token = metal::min(16 * (i / 4) + i % 4 / 2 * 8 + column + i % 2, last);
     load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + eighth * BYTES);
@@ -135,12 +135,12 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
                               thread const uint* words, MatrixSide<T> s, int last, uint lane) {
   constexpr int WORDS = MATRIX_WORDS(CODED, D / 4, DIMS);
   const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
-#pragma unroll
+  UNROLL
   for (int k = 0; k < D / 16; k++) {
-#pragma unroll
+    UNROLL
     for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
       typename MatrixTypes<T>::pair left[4];
-#pragma unroll
+      UNROLL
       for (int i = 0; i < 2; i++) {
         const int at = metal::min(8 * (2 * pair + i) + row, last) * D + quarter * (D / 4);
         const typename MatrixTypes<T>::four x =
@@ -148,7 +148,7 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
         left[2 * i] = matrix_pair(x.x, x.y);
         left[2 * i + 1] = matrix_pair(x.z, x.w);
       }
-#pragma unroll
+      UNROLL
       for (int nb = 0; nb < NB; nb++)
         matrix_multiply_add(st + nb * (MATRIX_TOKENS / 8) + 2 * pair, left,
                             qf + (nb * (D / 16) + k) * 2);
@@ -164,12 +164,12 @@ METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTyp
   typedef typename MatrixTypes<T>::four Four;
   constexpr int WORDS = MATRIX_WORDS(CODED, D / 8, DIMS);
   const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
-#pragma unroll
+  UNROLL
   for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
-#pragma unroll
+    UNROLL
     for (int i = 0; i < D / 32; i++) {
       Four x[4];
-#pragma unroll
+      UNROLL
       for (int j = 0; j < 4; j++) {
         const int slot = 16 * pair + j / 2 * 8 + column + j % 2;
         const int at = metal::min(slot, last) * D + eighth * (D / 8);
@@ -177,14 +177,14 @@ METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTyp
         if (!CODED && slot > last)
           x[j] = Four(T(0.0f));  // what lies there may be NaN, and 0 * NaN is not 0
       }
-#pragma unroll
+      UNROLL
       for (int h = 0; h < 2; h++) {
         Pair left[4];
         left[0] = h == 0 ? matrix_pair(x[0].x, x[1].x) : matrix_pair(x[0].z, x[1].z);
         left[1] = h == 0 ? matrix_pair(x[2].x, x[3].x) : matrix_pair(x[2].z, x[3].z);
         left[2] = h == 0 ? matrix_pair(x[0].y, x[1].y) : matrix_pair(x[0].w, x[1].w);
         left[3] = h == 0 ? matrix_pair(x[2].y, x[3].y) : matrix_pair(x[2].w, x[3].w);
-#pragma unroll
+        UNROLL
         for (int nb = 0; nb < NB; nb++)
           matrix_multiply_add(ot + nb * (D / 8) + 4 * i + 2 * h, left,
                               pt + (nb * MATRIX_PAIRS + pair) * 2);

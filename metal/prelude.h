@@ -7,6 +7,7 @@
 //   instantiate_kernel(name, func, args...)   the kernel template func<args...>, under a name
 //   instantiate_kernel_groups(name, threads, groups, func, args...)   the same, to be compiled so
 //     that a core holds `groups` threadgroups, where the compiler can be told
+//   UNROLL                                    the loop that follows, where that makes it faster
 //   THREADGROUP_MEMORY                        bytes that a threadgroup may have
 //
 // Matrices of 8 x 8 of a simdgroup: a lane holds the elements (matrix_row(lane),
@@ -38,6 +39,7 @@ using namespace metal;
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
 #define THREADGROUP_MEMORY 32768
+#define UNROLL _Pragma("clang loop unroll(full)")
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define instantiate_kernel(name, func, ...) \
   template [[host_name(#name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;

@@ -25,6 +25,7 @@ typedef __bf16 bfloat;
 #define threadgroup_array(T, name, ...) static threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static constant constexpr T name[__VA_ARGS__]
 #define THREADGROUP_MEMORY 32768
+#define UNROLL
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #ifdef MSL_CHECK_THREAD
 #define thread __attribute__((address_space(5)))

@@ -174,6 +174,7 @@ using metal::matrix_sum_rows;
 #define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
 
 #define THREADGROUP_MEMORY 49152
+#define UNROLL _Pragma("unroll")
 
 // Found by cuModuleGetFunction under the kernel's name with this prefix.
 #define MSL_GLOBAL(name, bounds, func, ...)                                       \

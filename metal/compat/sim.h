@@ -208,6 +208,7 @@ using metal::matrix_sum_rows;
 #define program_constant(T, name, ...) [[maybe_unused]] static constexpr T name[__VA_ARGS__]
 
 #define THREADGROUP_MEMORY 32768
+#define UNROLL
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define MSL_JOIN_(a, b) a##b
 #define MSL_JOIN(a, b) MSL_JOIN_(a, b)
