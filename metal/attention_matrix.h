@@ -28,7 +28,7 @@ struct MatrixRows {
 };
 
 struct MatrixScales {
-  device const bfloat* keys;  // or null
+  device const bfloat* keys;
   device const bfloat* values;
   device const char* centres;
   device const bfloat* centre_scales;

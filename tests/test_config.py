@@ -97,6 +97,8 @@ def test_layers_may_differ(model):
     caches = KVCacheBuilder.for_model(model, config)
     assert names(caches[0]) == ("turboquant-4bit", "turboquant-2bit")
     assert names(caches[1]) == ("none", "none") and caches[1].config.window == 16
+    alike = KVCacheBuilder.for_model(model, KVCacheConfig(**WINDOWS))
+    assert alike[0].key_codec is alike[1].key_codec
     assert bool(mx.isfinite(tiny.run(model, caches, tiny.ids(60))).all())
 
 

@@ -165,7 +165,8 @@ class KVCacheBuilder:
 
     @staticmethod
     def for_model(model: nn.Module, config: KVCacheConfig) -> list[CompressedKVCache]:
-        """One cache per layer of an mlx_lm model, to pass as ``prompt_cache``.
+        """One cache per layer of an mlx_lm model, to pass as ``prompt_cache``. Layers that
+        ``per_layer`` does not name share their codecs.
 
         Raises:
             ValueError: The model cannot be served, or has another head dimension than the config.
@@ -184,10 +185,11 @@ class KVCacheBuilder:
                 f"[KVCacheBuilder] per_layer must name layers 0 to {shape.layers - 1}, but got "
                 f"{unknown}."
             )
-        caches = []
+        caches, pairs = [], {}
         for i in range(shape.layers):
-            layer = config.layer(i)
-            pair = layer.codecs(shape.key_dim, shape.value_dim)
-            caches.append(CompressedKVCache(*pair, layer.windows()))
+            layer, own = config.layer(i), i if i in config.per_layer else None
+            if own not in pairs:
+                pairs[own] = layer.codecs(shape.key_dim, shape.value_dim)
+            caches.append(CompressedKVCache(*pairs[own], layer.windows()))
         enable_or_refuse(model)
         return caches

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import _ext, reference
-from ..packed import CodedBody, PackedKV
+from ..packed import CodedBody, PackedKV, Transform
 from .native import executor, native
 
 _log = logging.getLogger("vqkv_ext")
@@ -104,6 +104,13 @@ def _fused(keys: PackedKV, values: PackedKV) -> str:
     return f", basis of {' and '.join(fused)} fused" if fused else ""
 
 
+def _joined(parts: list[mx.array], basis: Transform | None, dtype: mx.Dtype) -> mx.array:
+    """The output, from one part or from what the codes gave in their basis and the tail."""
+    if len(parts) == 1:
+        return parts[0]
+    return (basis.inverse(parts[0]) + parts[1]).astype(dtype)
+
+
 def _native(
     q: mx.array,
     keys: PackedKV,
@@ -131,9 +138,7 @@ def _native(
         separate=separate,
         **_common(keys, scale, mask),
     )
-    if not separate:
-        return parts[0]
-    return (value_basis.inverse(parts[0]) + parts[1]).astype(q.dtype)
+    return _joined(parts, value_basis, q.dtype)
 
 
 def _plain(
@@ -160,6 +165,4 @@ def _plain(
         separate=value_basis is not None,
         **_common(keys, scale, mask),
     )
-    if value_basis is None:
-        return parts[0]
-    return (value_basis.inverse(parts[0]) + parts[1]).astype(q.dtype)
+    return _joined(parts, value_basis, q.dtype)
