@@ -76,6 +76,12 @@ METAL_FUNC RowView row_view(constant AttentionParams& p, device const int* layou
   return v;
 }
 
+// Place of row r of a kv head among the query rows [batch, heads, queries].
+METAL_FUNC long query_row(constant AttentionParams& p, int b, int h, int r) {
+  const long head = h * (p.heads / p.kv_heads) + r / p.queries;
+  return (b * long(p.heads) + head) * p.queries + r % p.queries;
+}
+
 // Grid: (tiles of R query rows, batch * kv heads, slices). Row r of a kv head is query head r / L
 // of its group at query token r % L. Slices are even shares of the body, then of the tail.
 template <typename T, int DMAX, int R, int KT>
@@ -135,8 +141,7 @@ kernel void attention_tile(
     const int r = i / key_width, d = i % key_width;
     float v = 0.0f;
     if (row0 + r < rows) {
-      const long head = h * group + (row0 + r) / p.queries;
-      const long at = ((b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries);
+      const long at = query_row(p, b, h, row0 + r);
       v = body && !turned ? q_code[at * key_width + d] : float(q[at * key_width + d]);
       if (turned)
         v *= key_diagonal[(p.key_basis.per_head ? h * key_width : 0) + d];
@@ -250,9 +255,7 @@ kernel void attention_tile(
   for (int r = 0; r < R; r++) {
     if (row0 + r >= rows)
       continue;
-    const long head = h * group + (row0 + r) / p.queries;
-    const long row = (b * long(p.heads) + head) * p.queries + (row0 + r) % p.queries;
-    const long at = row * all + tgid.z;
+    const long at = query_row(p, b, h, row0 + r) * all + tgid.z;
     UNROLL
     for (int c = 0; c < COLS; c++) {
       const int d = int(tid) + c * ATTENTION_THREADS;

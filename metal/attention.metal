@@ -17,10 +17,10 @@ ATTENTION(bfloat16, bfloat)
 
 // Width, values per code, query rows; threadgroups that a core should hold.
 #define MATRIX_ROWS(tname, T, D, CODE, GROUPS)                                                   \
-  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_8, MATRIX_THREADS, GROUPS, \
-                            attention_matrix, T, D, CODE, 1)                                     \
-      instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_16, MATRIX_THREADS, 2, \
-                                attention_matrix, T, D, CODE, 2)
+  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_8, ATTENTION_THREADS,      \
+                            GROUPS, attention_matrix, T, D, CODE, 1)                             \
+      instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_16, ATTENTION_THREADS, \
+                                2, attention_matrix, T, D, CODE, 2)
 #define MATRIX_CODES(tname, T, D, GROUPS) \
   MATRIX_ROWS(tname, T, D, 2, GROUPS)     \
   MATRIX_ROWS(tname, T, D, 4, GROUPS)     \

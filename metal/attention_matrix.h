@@ -228,12 +228,12 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, NB>& state, threadgroup const
     const long base = long(i) * MATRIX_TOKENS;
     load_keys<D, DIMS>(words, keys.codes + base * (D / DIMS), end - 1 - int(base), lane);
   }
-  for (; i < to; i += MATRIX_SIMDS) {
+  for (; i < to; i += ATTENTION_SIMDS) {
     const int base = i * MATRIX_TOKENS;
     if (!CODED && base >= sinks && base + MATRIX_TOKENS <= any_first)
       continue;
     const bool plain = base >= all_first && base + MATRIX_TOKENS <= all_last;
-    const int next = i + MATRIX_SIMDS < to ? base + MATRIX_SIMDS * MATRIX_TOKENS : end;
+    const int next = i + ATTENTION_SIMDS < to ? base + ATTENTION_SIMDS * MATRIX_TOKENS : end;
     matrix_step<T, CODED, D, DIMS, NB>(state, qf, words, keys, values, scales, rows, base, next,
                                        end, block, plain, lane);
   }
@@ -260,23 +260,22 @@ kernel void attention_matrix(
     uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int ROWS = 8 * NB, TABLE = 256 * DIMS * MATRIX_COPIES(DIMS);
   constexpr int FLOATS = ROWS * D > TABLE ? ROWS * D : TABLE;
-  constexpr int TABLE_SHARE = 256 * DIMS / MATRIX_THREADS;
+  constexpr int TABLE_SHARE = 256 * DIMS / ATTENTION_THREADS;
   threadgroup_array(float, memory, FLOATS);  // tables, then outputs
   threadgroup_array(ushort, query, ROWS * D);
   threadgroup_array(int, row_sinks, ROWS);
   threadgroup_array(int, row_first, ROWS);
   threadgroup_array(int, row_last, ROWS);
   threadgroup_array(float, row_scale, ROWS);
-  threadgroup_array(float, sums, 2 * MATRIX_SIMDS * ROWS);
+  threadgroup_array(float, sums, 2 * ATTENTION_SIMDS * ROWS);
 
-  const int group = p.heads / p.kv_heads;
-  const int rows = group * p.queries;
+  const int rows = p.heads / p.kv_heads * p.queries;
   const int row0 = int(tgid.x) * ROWS;
   const long bh = tgid.y;
   const int b = int(bh) / p.kv_heads, h = int(bh) % p.kv_heads;
   const bool body = int(tgid.z) < p.splits;
 
-  for (int r = int(tid); r < ROWS; r += MATRIX_THREADS) {
+  for (int r = int(tid); r < ROWS; r += ATTENTION_THREADS) {
     const int last_row = metal::min(row0 + r, rows - 1);  // rows beyond give nothing
     const RowView v = row_view(p, layout, b, last_row % p.queries, body);
     row_sinks[r] = v.sinks;
@@ -291,15 +290,13 @@ kernel void attention_matrix(
   device const float* v_rows = v_table + (p.value.per_head ? h * 256 * DIMS : 0);
   UNROLL
   for (int i = 0; i < TABLE_SHARE; i++) {
-    table_values[2 * i] = k_rows[int(tid) + i * MATRIX_THREADS];
-    table_values[2 * i + 1] = v_rows[int(tid) + i * MATRIX_THREADS];
+    table_values[2 * i] = k_rows[int(tid) + i * ATTENTION_THREADS];
+    table_values[2 * i + 1] = v_rows[int(tid) + i * ATTENTION_THREADS];
   }
   const bool turned = body && p.key_basis.order > 0;
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
-  for (int r = int(sg); r < ROWS; r += MATRIX_SIMDS) {
-    const int at = metal::min(row0 + r, rows - 1);
-    const long head = h * group + at / p.queries;
-    const long from = ((b * long(p.heads) + head) * p.queries + at % p.queries) * D;
+  for (int r = int(sg); r < ROWS; r += ATTENTION_SIMDS) {
+    const long from = query_row(p, b, h, metal::min(row0 + r, rows - 1)) * D;
     if (!body) {
       for (int d = int(lane); d < D; d += 32)
         ((threadgroup T*)query)[r * D + d] = q[from + d];
@@ -327,7 +324,7 @@ kernel void attention_matrix(
   threadgroup half* table = (threadgroup half*)memory;
   UNROLL
   for (int i = 0; i < TABLE_SHARE; i++) {
-    const int at = int(tid) + i * MATRIX_THREADS;
+    const int at = int(tid) + i * ATTENTION_THREADS;
     threadgroup half* to = table + at / DIMS * MATRIX_COPIES(DIMS) * DIMS + at % DIMS;
     UNROLL
     for (int c = 0; c < MATRIX_COPIES(DIMS); c++) {
@@ -397,13 +394,13 @@ kernel void attention_matrix(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const float unit = body && p.value.scaled ? state.unit : 1.0f;
-  for (int turn = 0; turn < MATRIX_SIMDS; turn++) {
+  for (int turn = 0; turn < ATTENTION_SIMDS; turn++) {
     if (int(sg) == turn) {
       UNROLL
       for (int n = 0; n < 2 * NB; n++) {
         const int r = n / 2 * 8 + column + n % 2;
         float top = ATTENTION_NEVER;
-        for (int k = 0; k < MATRIX_SIMDS; k++)
+        for (int k = 0; k < ATTENTION_SIMDS; k++)
           top = metal::max(top, sums[(k * ROWS + r) * 2]);
         const float by = metal::exp2(state.m[n] - top) * unit;
         UNROLL
@@ -418,24 +415,22 @@ kernel void attention_matrix(
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   const int all = p.splits + p.tail_splits;
-  for (int i = int(tid); i < ROWS * D; i += MATRIX_THREADS) {
+  for (int i = int(tid); i < ROWS * D; i += ATTENTION_THREADS) {
     const int r = row0 + i / D;
     if (r < rows) {
-      const long head = h * group + r / p.queries;
-      const long at = (b * long(p.heads) + head) * p.queries + r % p.queries;
+      const long at = query_row(p, b, h, r);
       part[(at * all + tgid.z) * D + i % D] = memory[i];
     }
   }
-  for (int i = int(tid); i < ROWS; i += MATRIX_THREADS) {
+  for (int i = int(tid); i < ROWS; i += ATTENTION_THREADS) {
     const int r = row0 + i;
     if (r < rows) {
       float top = ATTENTION_NEVER, l = 0.0f;
-      for (int k = 0; k < MATRIX_SIMDS; k++)
+      for (int k = 0; k < ATTENTION_SIMDS; k++)
         top = metal::max(top, sums[(k * ROWS + i) * 2]);
-      for (int k = 0; k < MATRIX_SIMDS; k++)
+      for (int k = 0; k < ATTENTION_SIMDS; k++)
         l += sums[(k * ROWS + i) * 2 + 1] * metal::exp2(sums[(k * ROWS + i) * 2] - top);
-      const long head = h * group + r / p.queries;
-      const long at = (b * long(p.heads) + head) * p.queries + r % p.queries;
+      const long at = query_row(p, b, h, r);
       part_ml[(at * all + tgid.z) * 2] = top;
       part_ml[(at * all + tgid.z) * 2 + 1] = l;
     }

@@ -5,8 +5,6 @@
 #include "params.h"
 #include "prelude.h"
 
-#define MATRIX_THREADS 128
-#define MATRIX_SIMDS 4
 // Tokens a simdgroup takes at a time; a block of a centre is a multiple.
 #define MATRIX_TOKENS 64
 
