@@ -14,6 +14,10 @@ struct Variant {
 constexpr Variant kVariants[] = {{128, 16}, {256, 8}, {576, 4}};
 constexpr uint32_t kThreads = 128;
 
+// metal/matrix_tokens.h: tokens of a step, which are read together; metal/compat/cuda.h: tables.
+constexpr int kMatrixTokens = 64;
+constexpr uint32_t kCudaTables = 256 * 256;
+
 // Enough threadgroups to fill a large GPU once (132 cores of 3), a second round would be mostly
 // empty; but never less than 256 tokens of work for one.
 constexpr int64_t kTargetGroups = 396, kTokensPerSlice = 256;
@@ -56,7 +60,8 @@ bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const bool equal =
       p.value_dim == width && in[kQueryCode].shape(3) == width && p.key.dims == p.value.dims;
   return in[kQuery].dtype() != mx::float32 && even && equal && in_bytes(p.key, width) &&
-         in_bytes(p.value, width) && p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
+         in_bytes(p.value, width) && (p.body == 0 || p.body >= kMatrixTokens) &&
+         p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
          (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
          aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
          aligned(in[kKeyCentres]);
@@ -74,7 +79,8 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   Launch first;
   int rows_per_group;
   if (fits_matrices(in, p)) {
-    rows_per_group = rows_of_head <= 8 ? 8 : 16;
+    rows_per_group = rows_of_head <= 4 ? 4 : rows_of_head <= 8 ? 8 : 16;
+    first.cuda_shared_bytes = kCudaTables;
     first.kernel = "attention_matrix_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" +
                    std::to_string(p.key.dims) + "_" + std::to_string(rows_per_group);
   } else {
