@@ -47,8 +47,10 @@ class Target:
         if self.found is None:
             return f"{self.what}: not measured"
         verdict = "met" if self.met else "MISSED"
-        found = f"{self.found:.3g}{self.unit}"
-        return f"{self.what}: {found}, target {self.least:.3g}{self.unit}: {verdict}"
+        found, least = (
+            f"{x:.{0 if x >= 100 else 2}f}{self.unit}" for x in (self.found, self.least)
+        )
+        return f"{self.what}: {found}, target {least}: {verdict}"
 
 
 def on_gpu() -> bool:
@@ -57,7 +59,7 @@ def on_gpu() -> bool:
 
 def make_console() -> Console:
     """As wide as the terminal; wide enough for every table where there is none."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def reason(error: BaseException) -> str:
