@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,19 +41,36 @@ from rich.table import Table
 from timing import copy_bandwidth, extra_bytes, milliseconds
 
 VQ = "quantize_vq, 256 x 4"
+NAIVE = "naive graph"
 TOGETHER = 5  # calls in one eval on a GPU
 
 
 @dataclass(frozen=True)
 class Op:
     """``make(n)`` for about n values; targets are a share of the copy bandwidth, or times as fast
-    as plain MLX and the naive graph."""
+    as plain MLX and the naive graph. ``others`` get the inputs of ours and stand in rows of their
+    own."""
 
     name: str
     make: Callable[[int], Calls]
     share: float | None = None
     over_mlx: float | None = None
     over_naive: float | None = None
+    others: Mapping[str, Callable[..., mx.array]] = field(default_factory=dict)
+
+
+def naive(x: mx.array, book: mx.array) -> mx.array:
+    """Distances of vectors ``[N, d]`` to all rows by broadcasting."""
+    parts = [
+        mx.argmin((x[i : i + 4096, None] - book).square().sum(-1), axis=-1).astype(mx.uint8)
+        for i in range(0, x.shape[0], 4096)
+    ]
+    return mx.concatenate(parts)
+
+
+def matmul_argmin(x: mx.array, book: mx.array) -> mx.array:
+    """``argmin(|c|^2 / 2 - x . c)`` with an intermediate result of N x rows."""
+    return mx.argmin(0.5 * book.square().sum(-1) - x @ book.T, axis=-1).astype(mx.uint8)
 
 
 HADAMARD = [
@@ -71,20 +88,17 @@ STREAMS = [
     for b in (1, 2, 3, 4)
 ]
 OPS = [
-    Op(VQ, vq.quantize_vq, over_mlx=20, over_naive=500),
+    Op(
+        VQ,
+        vq.quantize_vq,
+        over_mlx=20,
+        over_naive=500,
+        others={"matmul + argmin, whole": matmul_argmin, NAIVE: naive},
+    ),
     *HADAMARD,
     *STREAMS,
     Op("qjl_encode, m=128, float32", qjl.qjl_encode),
 ]
-
-
-def naive(x: mx.array, book: mx.array) -> mx.array:
-    """Distances of vectors ``[N, d]`` to all rows by broadcasting."""
-    parts = [
-        mx.argmin((x[i : i + 4096, None] - book).square().sum(-1), axis=-1).astype(mx.uint8)
-        for i in range(0, x.shape[0], 4096)
-    ]
-    return mx.concatenate(parts)
 
 
 def _several(result: mx.array | tuple[mx.array, ...]) -> tuple[mx.array, ...]:
@@ -129,13 +143,14 @@ def measure_op(op: Op, values: int, rounds: int, bandwidth: float) -> Row:
             "mlx_extra_bytes": extra_bytes(best),
             "equal": same.mean().item(),
         }
-    if op.over_naive is not None:
-        graph = partial(naive, *calls.reads)
-        if why := lacks(graph):
-            missing["naive graph"] = why
+    row["others"] = {}
+    for name, way in op.others.items():
+        call = partial(way, *calls.reads)
+        if why := lacks(call):
+            missing[name] = why
         else:
-            row["naive_ms"] = milliseconds(graph, rounds=3, warmup=1)[0]
-            row["naive_extra_bytes"] = extra_bytes(graph)
+            (time,) = milliseconds(call, rounds=3, warmup=1)
+            row["others"][name] = {"ms": time, "extra_bytes": extra_bytes(call)}
     return row
 
 
@@ -149,8 +164,8 @@ def measure(args: argparse.Namespace, console: Console) -> Results:
     return {"bandwidth": bandwidth, "where": where(), "rows": rows}
 
 
-def _ratio(row: Row, key: str) -> float | None:
-    return row[key] / row["ours_ms"] if key in row and "ours_ms" in row else None
+def _ratio(row: Row, ms: float | None) -> float | None:
+    return None if ms is None or "ours_ms" not in row else ms / row["ours_ms"]
 
 
 def targets(rows: list[Row]) -> list[Target]:
@@ -161,12 +176,13 @@ def targets(rows: list[Row]) -> list[Target]:
         if op.share is not None:
             percent = 100 * row["share"] if "share" in row else None
             found.append(Target(f"{op.name}, of the copy bandwidth", percent, 100 * op.share, " %"))
-        for least, key, other in (
-            (op.over_mlx, "mlx_ms", "matmul + argmin"),
-            (op.over_naive, "naive_ms", "the naive graph"),
+        graph = row.get("others", {}).get(NAIVE, {})
+        for least, ms, other in (
+            (op.over_mlx, row.get("mlx_ms"), "matmul + argmin"),
+            (op.over_naive, graph.get("ms"), "the naive graph"),
         ):
             if least is not None:
-                found.append(Target(f"{op.name}, speed over {other}", _ratio(row, key), least))
+                found.append(Target(f"{op.name}, speed over {other}", _ratio(row, ms), least))
     return found
 
 
@@ -198,15 +214,15 @@ def show(console: Console, results: Results) -> None:
             other = [
                 row["mlx_way"],
                 _digits(row["mlx_ms"]),
-                f"{_ratio(row, 'mlx_ms'):.1f}x",
+                f"{_ratio(row, row['mlx_ms']):.1f}x",
                 f"{row['mlx_extra_bytes'] / 1e6:,.1f}",
                 f"{row['equal']:.4f}",
             ]
         table.add_row(row["case"], f"{row['values']:,}", *ours, *other)
-        if "naive_ms" in row:
-            extra = f"{row['naive_extra_bytes'] / 1e6:,.1f}"
-            ratio = f"{_ratio(row, 'naive_ms'):.0f}x"
-            table.add_row(*[""] * 6, "naive graph", _digits(row["naive_ms"]), ratio, extra, "")
+        for name, found in row.get("others", {}).items():
+            ratio = f"{_ratio(row, found['ms']):.1f}x"
+            extra = f"{found['extra_bytes'] / 1e6:,.1f}"
+            table.add_row(*[""] * 6, name, _digits(found["ms"]), ratio, extra, "")
     console.print(table)
     say_lacking(console, results["rows"])
 
@@ -215,7 +231,7 @@ def drawing(results: Results) -> Callable[[Any], None]:
     """Bars of the share of the copy bandwidth, on a scale that holds both ways."""
     rows = [row for row in reversed(results["rows"]) if "share" in row]
     ours = [100 * row["share"] for row in rows]
-    theirs = [s / (_ratio(r, "mlx_ms") or math.inf) for s, r in zip(ours, rows, strict=True)]
+    theirs = [s / (_ratio(r, r.get("mlx_ms")) or math.inf) for s, r in zip(ours, rows, strict=True)]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
