@@ -105,7 +105,10 @@ def test_attention_ways_agree(shape):
     rows = slice(-1, None)
     assert mx.abs(ours - decoded)[:, :, rows].max() < 1e-3
     assert 1e-3 < mx.abs(ours - dense).max() < 0.1
-    assert mx.abs(case.mlx_lm_4bit()() - dense).max() < 0.2
+    calls, missing = attention.others(case)
+    assert gpu or not missing
+    if not missing:
+        assert mx.abs(calls["mlx_lm_4bit"]() - dense).max() < 0.2
     coded, held = 384, 512 - 384  # blocks of 64 in 512 - 4 - 64
     side = case.shape.batch * 2 * (coded * (32 + 2) + held * 64 * 4)
     assert attention_case.least_bytes(case, cache, handles) == 2 * side + 2 * case.q.nbytes
@@ -147,9 +150,12 @@ def test_generate(tmp_path, monkeypatch, capsys):
         if row["cache"] == "kv_bits=9":
             assert "kv_bits must be" in row["not_there"]["kv_bits=9"]
             continue
+        if gpu and row["not_there"]:  # MLX's CUDA backend lacks some quantised products
+            assert row["cache"] == "kv_bits=4"
+            continue
         assert row["tokens_per_second"] > 0 and row["ratio"] > 0
         assert row["peak_bytes"] > row["cache_bytes"] > 0
-    assert rows[0]["cache_bytes"] > rows[1]["cache_bytes"]
+    assert rows[0]["cache_bytes"] > rows[3]["cache_bytes"]
     assert "model" in absent["not_there"]
     redraw(generate, tmp_path, monkeypatch)
     assert "speed over uncompressed" in capsys.readouterr().out
@@ -161,6 +167,8 @@ def test_generate_leaves_caches_as_they_were(kind):
     cache = generate.make_cache(model, kind)
     generate.fill(cache, generate.model_shape(model), mx.float32, 2, 256)
     ids = mx.array([[5], [6]])
+    if gpu and report.lacks(lambda: model(ids, cache=copy.deepcopy(cache))):
+        pytest.skip("MLX's CUDA backend lacks this quantised product")
     before = model(ids, cache=copy.deepcopy(cache))
     for _ in range(2):  # the first makes room; each codes a block and trims it off
         assert generate.tokens_per_second(model, cache, 2, 64) > 0
