@@ -13,14 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from .batch_rows import Pair, check_alike, join_bodies, join_tails, take_coded, take_rows
 from .cache import CompressedKVCache
 from .cache_base import CompressedCache
 from .cache_config import CacheConfig
-from .coded_body import body_capacity, centre_of, encode_span, fit, resized, store_span
 from .codecs.base import Codec, CodedArrays
+from .coded_body import centre_of, encode_span, fit, store_span
 from .compressed_array import CompressedArray
-
-Pair = tuple[mx.array, mx.array]
 
 
 class BatchCompressedKVCache(CompressedCache):
@@ -274,34 +273,20 @@ class BatchCompressedKVCache(CompressedCache):
         Raises:
             ValueError: No rows.
         """
-        keep = _indices(batch_indices)
+        given = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        keep = [operator.index(i) for i in given]
         if not keep:
             raise ValueError(f"[{self._op}] filter must keep at least one row, but got none.")
         for name in ("_left", "_offsets", "_coded", "_starts", "_right", "_remaining"):
             held = getattr(self, name)
             if held is not None:
                 setattr(self, name, [held[i] for i in keep])
-        spare = max(0, min(self._left))
+        spare = min(self._left)
         self._width -= spare
         self._left = [n - spare for n in self._left]
-        index = mx.array(keep)
-        if self._tails is not None:
-            k, v = (t[index] for t in self._tails)
-            self._tails = (k, v)
-        if self._bodies is not None:
-            self._bodies = self._fitted(
-                [{n: a[index] for n, a in b.items()} for b in self._bodies], max(self._coded)
-            )
-
-    def _fitted(
-        self, bodies: Sequence[CodedArrays], tokens: int
-    ) -> tuple[CodedArrays, CodedArrays] | None:
-        """Bodies with room for so many tokens."""
-        if tokens == 0:
-            return None
-        room = body_capacity(tokens, self.config.block)
-        k, v = (resized(b, room, self.config.block) for b in bodies)
-        return k, v
+        rows = mx.array(keep)
+        self._tails = take_rows(self._tails, rows)
+        self._bodies = take_coded(self._bodies, rows, max(self._coded), self.config.block)
 
     def extend(self, other: BatchCompressedKVCache) -> None:
         """Append the rows of another cache.
@@ -331,55 +316,30 @@ class BatchCompressedKVCache(CompressedCache):
     def _joined(cls, parts: Sequence[CompressedCache]) -> BatchCompressedKVCache:
         first = parts[0]
         for part in parts:
-            _check_alike(first, part)
+            check_alike(first, part)
         rows = [_rows(part) for part in parts]
-        new = cls(first.key_codec, first.value_codec, first.config, [0] * sum(map(len, rows)))
+        counts = [len(r) for r in rows]
+        new = cls(first.key_codec, first.value_codec, first.config, [0] * sum(counts))
         new._offsets, new._coded, new._starts = (list(x) for x in zip(*sum(rows, []), strict=True))
-        new._width = max(
-            p._width if isinstance(p, BatchCompressedKVCache) else p.offset for p in parts
-        )
+        new._width = max(part.size() for part in parts)
         new._left = [new._width - n for n in new._offsets]
-        with_tokens = [p._tails for p in parts if p._tails is not None]
-        if not with_tokens:
-            return new
-        room, like = max(t[0].shape[2] for t in with_tokens), with_tokens[0]
-        sides = zip(*(_tails(p, len(r), like) for p, r in zip(parts, rows, strict=True)))
-        k, v = (mx.concatenate([fit(t, room) for t in side]) for side in sides)
-        new._tails = (k, v)
+        new._tails = join_tails([p._tails for p in parts], counts)
         coded = max(new._coded)
-        with_codes = [p._bodies for p in parts if p._bodies is not None]
-        if coded == 0:
-            return new
-        room = body_capacity(coded, first.config.block)
-        bodies = []
-        for side, names in enumerate(with_codes[0]):
-            each = [
-                resized(
-                    p._bodies[side] if p._bodies is not None else _blank(names, len(r)),
-                    room,
-                    first.config.block,
-                )
-                for p, r in zip(parts, rows, strict=True)
-            ]
-            bodies.append({n: mx.concatenate([b[n] for b in each]) for n in names})
-        new._bodies = (bodies[0], bodies[1])
+        new._bodies = join_bodies([p._bodies for p in parts], counts, coded, new.config.block)
         return new
 
     def extract(self, idx: int) -> CompressedKVCache:
         """A cache of its own with the contents of one row."""
         cache = CompressedKVCache(self.key_codec, self.value_codec, self.config)
-        offset = self._offsets[idx]
+        offset, coded, start = self._offsets[idx], self._coded[idx], self._starts[idx]
         if offset <= 0 or self._tails is None:
             return cache
-        row = range(len(self._left))[idx]
-        cut = lambda a: mx.contiguous(a[row : row + 1])  # noqa: E731
-        cache.offset, cache._coded, cache._tail_start = offset, self._coded[row], self._starts[row]
+        row = mx.array([idx])
+        cache._set_counts((offset, coded, start))
         room = cache._tail_room(cache._slot(offset))
-        k, v = (fit(cut(t), room) for t in self._tails)
+        k, v = (fit(t[row], room) for t in self._tails)
         cache._tails = (k, v)
-        if self._bodies is not None:
-            bodies = [{n: cut(a) for n, a in b.items()} for b in self._bodies]
-            cache._bodies = self._fitted(bodies, cache._coded)
+        cache._bodies = take_coded(self._bodies, row, coded, self.config.block)
         return cache
 
     # ---- the rest of the contract ----
@@ -426,59 +386,9 @@ class BatchCompressedKVCache(CompressedCache):
         self._left, self._offsets, self._coded, self._starts, *pending = counts[1].tolist()
         self._right, self._remaining = pending or (None, None)
 
-    def __deepcopy__(self, memo: dict) -> BatchCompressedKVCache:
-        new = super().__deepcopy__(memo)
-        for name in ("_left", "_offsets", "_coded", "_starts", "_right", "_remaining"):
-            held = getattr(self, name)
-            setattr(new, name, None if held is None else list(held))
-        return new
-
-
-def _indices(rows: Sequence[int] | mx.array) -> list[int]:
-    return rows.tolist() if isinstance(rows, mx.array) else [operator.index(i) for i in rows]
-
-
-def _check_alike(first: CompressedCache, other: Any) -> None:
-    op = "BatchCompressedKVCache"
-    if not isinstance(other, CompressedCache):
-        raise ValueError(
-            f"[{op}] all caches of a batch must be compressed, but got {type(other).__name__}."
-        )
-    if isinstance(other, CompressedKVCache) and other._tails is not None:
-        batch = other._tails[0].shape[0]
-        if batch != 1:
-            raise ValueError(f"[{op}] caches to merge must have one row each, but got {batch}.")
-    if other.fingerprint != first.fingerprint:
-        raise ValueError(
-            f"[{op}] all caches of a batch must be of codec {first.fingerprint!r}, but got "
-            f"{other.fingerprint!r}."
-        )
-    if other.config != first.config:
-        raise ValueError(
-            f"[{op}] all caches of a batch must have {first.config}, but got {other.config}."
-        )
-    if first._tails is not None and other._tails is not None:
-        a, b = first._tails[0], other._tails[0]
-        if (a.shape[1], a.dtype) != (b.shape[1], b.dtype):
-            raise ValueError(
-                f"[{op}] all caches of a batch must have {a.shape[1]} heads of {a.dtype}, but got "
-                f"{b.shape[1]} of {b.dtype}."
-            )
-
 
 def _rows(cache: CompressedCache) -> list[tuple[int, int, int]]:
     """Of each row: offset, coded tokens, first tail token."""
     if isinstance(cache, BatchCompressedKVCache):
         return list(zip(cache._offsets, cache._coded, cache._starts, strict=True))
     return [cache._counts()]
-
-
-def _tails(cache: CompressedCache, rows: int, like: Pair) -> Pair:
-    if cache._tails is not None:
-        return cache._tails
-    k, v = (mx.zeros((rows, t.shape[1], 0, t.shape[3]), t.dtype) for t in like)
-    return k, v
-
-
-def _blank(like: CodedArrays, rows: int) -> CodedArrays:
-    return {n: mx.zeros((rows, a.shape[1], 0, *a.shape[3:]), a.dtype) for n, a in like.items()}

@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from .cache_base import CompressedCache
 from .cache_config import CacheConfig
-from .coded_body import CodedSpan, centre_of, encode_span, store_span
 from .codecs.base import Codec
+from .coded_body import CodedSpan, centre_of, encode_span, store_span
 from .compressed_array import CompressedArray
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import mlx.core as mx
 
 from . import ops
 from .cache_config import CacheConfig
-from .coded_body import ARRAYS
 from .codecs import recipe
 from .codecs.base import Codec, CodedArrays
+from .coded_body import ARRAYS
 from .compressed_array import CompressedArray
 from .packed import MAX_CHANNELS, Layout, PackedKV
 

@@ -17,8 +17,8 @@ class CompressedArray:
         packed: What is read.
         tokens: Of the array it stands for, padding included.
         use_metal_kernels: See :func:`vqkv_ext.ops.native`.
-        left_padding: Of each row of a batch, how many of those tokens are padding at the left, which
-            a compressed cache does not hold; None for none.
+        left_padding: Of each row of a batch, how many of those tokens are padding at the left, not
+            held by a compressed cache; None for none.
     """
 
     def __init__(

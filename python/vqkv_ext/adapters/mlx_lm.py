@@ -23,6 +23,7 @@ from ..cache import CacheConfig, CompressedArray, CompressedKVCache
 from ..codecs import Calibration, presets
 from ..codecs.calibration import ModelShape
 from ..codecs.vecinfer import PRESETS
+from .batching import logical_mask, padded_mask
 
 __all__ = [
     "disable_attention",
@@ -46,20 +47,16 @@ def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         **kwargs: Any,
     ) -> mx.array:
         if not isinstance(keys, CompressedArray):
+            mask = padded_mask(mask, queries, cache)
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs
-            )
-        if isinstance(mask, mx.array) and mask.shape[-1] not in (1, keys.shape[2]):
-            raise ValueError(
-                f"[attention] mask must have a column for each of the {keys.shape[2]} tokens, but "
-                f"got shape {mask.shape}."
             )
         return ops.attention(
             queries,
             keys.packed,
             values.packed,
             scale=scale,
-            mask=mask,
+            mask=logical_mask(mask, keys),
             sinks=sinks,
             use_metal_kernels=keys.use_metal_kernels,
         )
