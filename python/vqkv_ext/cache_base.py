@@ -167,6 +167,12 @@ class CompressedCache:
         """Names the codecs a state belongs to."""
         return "/".join(c.fingerprint for c in self._codecs)
 
+    @property
+    def windows(self) -> tuple[int, int, int, str, int]:
+        """What of ``config`` belongs to a state: all but how it is computed."""
+        c = self.config
+        return c.sink_tokens, c.window, c.block, c.prefill, c.start
+
     def _counts(self) -> tuple[Any, ...]:
         """How many tokens are where: plain integers and integer arrays."""
         raise NotImplementedError
@@ -177,13 +183,12 @@ class CompressedCache:
     @property
     def state(self) -> tuple[Any, ...]:
         """Arrays, counts, windows and what the codecs are; see :meth:`from_state`."""
-        c = self.config
         bodies = self._bodies or ({}, {})
         return (
             tuple(own(t) for t in self._tails or (None, None)),
             tuple(tuple(own(b.get(name)) for name in ARRAYS) for b in bodies),
             self._counts(),
-            (c.sink_tokens, c.window, c.block, c.prefill, c.start),
+            self.windows,
             tuple(recipe.describe(c) for c in self._codecs),
         )
 
