@@ -12,7 +12,7 @@ from mlx_lm.models import cache as stock
 
 import tiny
 from test_cache import SMALL, codecs, codes, feed, same, tokens
-from test_cases_cache import WHICH, both, coded, exempt, greedy, script
+from test_cases_cache import WHICH, coded, exempt, greedy, script
 from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
 from vqkv_ext.adapters.serialization import load_prompt_cache, save_prompt_cache
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
@@ -34,41 +34,43 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 from vqkv_ext.adapters.mlx_lm import enable_attention
 from vqkv_ext.adapters.serialization import load_prompt_cache
-path, layers, own, first = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-m = tiny.llama(layers=layers, tied=False)
-enable_attention(m)
-cache = load_prompt_cache(path)[0] if own == "own" else stock.load_prompt_cache(path)
-print([c.offset for c in cache], [type(c).__name__ for c in cache])
-print(cache[1]._tails[0].dtype, cache[1].coded_tokens)
-steps = generate_step(mx.array([first]), m, max_tokens=5, prompt_cache=cache)
-found = list(steps)
-print([int(t) for t, _ in found])
-print("".join(bytes(memoryview(p.astype(mx.float32))).hex() for _, p in found))
+own = sys.argv[1] == "own"
+for path in sys.argv[2:]:
+    cache = load_prompt_cache(path)[0] if own else stock.load_prompt_cache(path)
+    m = tiny.llama(layers=len(cache), tied=False)
+    enable_attention(m)
+    print([c.offset for c in cache], [type(c).__name__ for c in cache])
+    print(cache[1]._tails[0].dtype, cache[1].coded_tokens)
+    found = list(generate_step(mx.array([7]), m, max_tokens=5, prompt_cache=cache))
+    print([int(t) for t, _ in found])
+    print("".join(bytes(memoryview(p.astype(mx.float32))).hex() for _, p in found))
 """
 
 
-@both
 @pytest.mark.parametrize("reader", ["own", "mlx_lm"])
-@pytest.mark.parametrize("kind", ["calibrated", "preset, mixed"])
-def test_t18_a_new_process_continues_bitwise(tmp_path, which, reader, kind):
-    config, factor = WHICH[which]
-    n = 20 * factor
-    m = tiny.llama(layers=3 if kind != "calibrated" else 2, tied=False)
-    cache = exempt(m, config) if kind != "calibrated" else tiny.compressed(m, config)
-    tiny.run(m, cache, tiny.ids(n))
-    assert min(coded(cache)) > 0
-    path = tmp_path / "cache.safetensors"
-    save = save_prompt_cache if reader == "own" else stock.save_prompt_cache
-    save(str(path), cache)
-    layers = len(cache)
-    out = script(CONTINUE, str(path), str(layers), reader, "7")
-    names = [type(c).__name__ for c in cache]
-    assert out[0] == f"{[n] * layers} {names}"
-    assert out[1] == f"{mx.float32} {cache[1].coded_tokens}"
-    found = list(generate_step(mx.array([7]), m, max_tokens=5, prompt_cache=cache))
-    assert out[2] == str([int(t) for t, _ in found])
-    assert out[3] == "".join(bytes(memoryview(p.astype(mx.float32))).hex() for _, p in found)
-    disable_attention(m)
+def test_t18_a_new_process_continues_bitwise(tmp_path, reader):
+    """Calibrated codecs, and a preset in a list with stock layers."""
+    paths, want = [], []
+    for which, (config, factor) in WHICH.items():
+        for mixed in (False, True):
+            n = 20 * factor
+            m = tiny.llama(layers=3 if mixed else 2, tied=False)
+            cache = exempt(m, config) if mixed else tiny.compressed(m, config)
+            tiny.run(m, cache, tiny.ids(n))
+            assert min(coded(cache)) > 0
+            paths.append(str(tmp_path / f"{which} {mixed}.safetensors"))
+            (save_prompt_cache if reader == "own" else stock.save_prompt_cache)(paths[-1], cache)
+            want += [
+                f"{[n] * len(cache)} {[type(c).__name__ for c in cache]}",
+                f"{mx.float32} {cache[1].coded_tokens}",
+            ]
+            found = list(generate_step(mx.array([7]), m, max_tokens=5, prompt_cache=cache))
+            want += [
+                str([int(t) for t, _ in found]),
+                "".join(bytes(memoryview(p.astype(mx.float32))).hex() for _, p in found),
+            ]
+            disable_attention(m)
+    assert script(CONTINUE, reader, *paths) == want
 
 
 def test_t18_without_the_adapter_the_class_is_named(model, tmp_path):
