@@ -31,7 +31,11 @@ TABLES = [
     mx.array(_rng.standard_normal((VOCABULARY, HEADS, WIDTH)).astype(np.float32)) for _ in "kv"
 ]
 QUERY = mx.array(_rng.standard_normal((1, HEADS, 1, WIDTH)).astype(np.float32))
-tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
+tokens = st.builds(
+    lambda n, seed: np.random.default_rng(seed).integers(0, VOCABULARY, n).tolist(),
+    st.integers(1, 40),
+    st.integers(0, 999),
+)
 
 
 def vectors(ids: list[list[int]]) -> list[mx.array]:
@@ -117,8 +121,12 @@ class Caches(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.single: list[tuple[CompressedKVCache, Row]] = [(fresh(), Row())]
-        self.batch, self.rows = None, []
+        self.single: list[tuple[CompressedKVCache, Row]] = []
+        for n in (0, 21, 34):
+            self.single.append((fresh(), Row()))
+            if n:
+                self.append(-1, list(range(n)))
+        self.merge()
 
     def one(self, at: int) -> tuple[CompressedKVCache, Row]:
         return self.single[at % len(self.single)]
@@ -159,7 +167,6 @@ class Caches(RuleBasedStateMachine):
         self.batch = caches[0].merge(caches)
         self.rows = [row.clone() for _, row in self.single]
 
-    @precondition(lambda self: self.batch is not None)
     @rule(chunks=st.data())
     def append_rows(self, chunks):
         """Rows of different lengths, in chunks, padded at the right."""
@@ -175,7 +182,6 @@ class Caches(RuleBasedStateMachine):
         for row, ids in zip(self.rows, new, strict=True):
             row.append(ids)
 
-    @precondition(lambda self: self.batch is not None)
     @rule(n=st.integers(1, 12), token=st.integers(0, 20))
     def decode(self, n, token):
         for _ in range(n):
@@ -184,7 +190,6 @@ class Caches(RuleBasedStateMachine):
             for row, i in zip(self.rows, ids, strict=True):
                 row.append(i)
 
-    @precondition(lambda self: self.batch is not None)
     @rule(n=st.integers(0, 12))
     def trim_rows(self, n):
         n = min(n, *(len(row.ids) for row in self.rows), self.batch.size())
@@ -192,28 +197,25 @@ class Caches(RuleBasedStateMachine):
         for row in self.rows:
             row.trim(n)
 
-    @precondition(lambda self: self.batch is not None)
     @rule(keep=st.lists(st.integers(0, 9), min_size=1, max_size=4))
     def filter(self, keep):
         keep = [i % len(self.rows) for i in keep]
         self.batch.filter(keep)
         self.rows = [self.rows[i].clone() for i in keep]
 
-    @precondition(lambda self: self.batch is not None and len(self.rows) < 6)
+    @precondition(lambda self: len(self.rows) < 6)
     @rule(at=st.integers(0, 9))
     def extend(self, at):
         cache, row = self.one(at)
         self.batch.extend(cache.merge([cache]))
         self.rows.append(row.clone())
 
-    @precondition(lambda self: self.batch is not None)
     @rule(at=st.integers(0, 9))
     def extract(self, at):
         at %= len(self.rows)
         row = self.rows[at].clone()
         self.single = [*self.single[-3:], (self.batch.extract(at), row)]
 
-    @precondition(lambda self: self.batch is not None)
     @rule(how=st.sampled_from([copy.deepcopy, reload]))
     def copy_batch(self, how):
         self.batch = how(self.batch)
@@ -225,8 +227,6 @@ class Caches(RuleBasedStateMachine):
 
     @invariant()
     def rows_hold_what_they_should(self):
-        if self.batch is None:
-            return
         assert self.batch.offset.tolist() == [len(row.ids) for row in self.rows]
         assert self.batch.nbytes == sum(a.nbytes for a in self.batch._arrays())
         for b, row in enumerate(self.rows):
@@ -241,9 +241,10 @@ class Caches(RuleBasedStateMachine):
             if row.exact:
                 new = fresh()
                 new.update_and_fetch(*vectors([row.ids]))
-                assert same(codes(cache), codes(new))
+                if cache.coded_tokens:  # arrays without tokens may be left of what was trimmed
+                    assert same(codes(cache), codes(new))
                 assert mx.allclose(attend(cache), attend(new), atol=1e-5)
-        if self.batch is not None and not self.batch.empty():
+        if not self.batch.empty():
             out = attend(self.batch, len(self.rows))
             for b, row in enumerate(self.rows):
                 if row.ids:
@@ -254,8 +255,8 @@ class Caches(RuleBasedStateMachine):
 
 TestCaches = Caches.TestCase
 TestCaches.settings = settings(
-    max_examples=50,
-    stateful_step_count=25,
+    max_examples=40,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
