@@ -213,6 +213,8 @@ def test_t22_model_with_a_threshold(model):
         cache = make_prompt_cache(model, "turboquant-1bit", config=CacheConfig(2, 8, 8, start=16))
         greedy(model, cache, prompt, 30, prefill_step_size=step)
         assert min(coded(cache)) == config.coded_tokens(70)
+    (described, _) = KVCacheBuilder.for_model(model, KVCacheConfig(window=8, block=8, start=16))
+    assert described.config == CacheConfig(4, 8, 8, start=16)
     # a long time without codes: the tail grows by steps, not by every token
     cache = CompressedKVCache(*(c.key for c in tiny.calibration().layers[:1] * 2), config)
     rng, sizes = np.random.default_rng(0), set()
