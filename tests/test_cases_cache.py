@@ -22,6 +22,7 @@ from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
 from vqkv_ext.adapters.serialization import load_prompt_cache, save_prompt_cache
 from vqkv_ext.adapters.speculative import speculative_prompt_cache
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
+from vqkv_ext.config import KVCacheBuilder, KVCacheConfig
 
 HERE = Path(__file__).parent
 WHICH = {"as written": (tiny.SMALL, 1), "default": (tiny.DEFAULT, 12)}
