@@ -90,9 +90,9 @@ def load_prompt_cache(
     if like is not None:
         _check_like(cache, like, path)
     if model is not None:
-        from .mlx_lm import enable_or_refuse
+        from .mlx_lm import enable_attention
 
-        enable_or_refuse(model)
+        enable_attention(model)
     return cache, metadata
 
 
