@@ -22,12 +22,12 @@ from vqkv_ext.codecs import Calibration
 FAST = ["--tokens", "300", "--iterations", "2"]
 
 
-def save_model(folder: Path) -> Path:
-    """``tiny.llama()`` and a tokenizer of its 97 characters, as mlx_lm.load wants them."""
+def save_model(folder: Path, model=None) -> Path:
+    """A llama, by default ``tiny.llama()``, and a tokenizer of its 97 characters, as mlx_lm.load wants them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = tiny.llama()
+    model = model or tiny.llama()
     folder.mkdir(parents=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
