@@ -11,15 +11,30 @@ from .packed import PackedKV
 
 class CompressedArray:
     """Keys or values in a cache, as a model's attention receives them. It has the shape and dtype
-    of the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it."""
+    of the array it stands for, but only :func:`vqkv_ext.ops.attention` can read it.
 
-    def __init__(self, packed: PackedKV, tokens: int, use_metal_kernels: bool | None):
+    Args:
+        packed: What is read.
+        tokens: Of the array it stands for, padding included.
+        use_metal_kernels: See :func:`vqkv_ext.ops.native`.
+        left_padding: Of each row of a batch, how many of those tokens are padding at the left, not
+            held by a compressed cache; None for none.
+    """
+
+    def __init__(
+        self,
+        packed: PackedKV,
+        tokens: int,
+        use_metal_kernels: bool | None,
+        left_padding: list[int] | None = None,
+    ):
         batch, heads, _, width = packed.tail.shape
         self.packed = packed
         self.shape = (batch, heads, tokens, width)
         self.ndim = 4
         self.dtype = packed.tail.dtype
         self.use_metal_kernels = use_metal_kernels
+        self.left_padding = left_padding
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(

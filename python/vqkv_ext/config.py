@@ -27,7 +27,7 @@ class KVCacheConfig:
 
     Attributes:
         key, value: Preset names or codecs, independent of each other.
-        sink_tokens, window, block, prefill: See :class:`vqkv_ext.cache.CacheConfig`.
+        sink_tokens, window, block, prefill, start: See :class:`vqkv_ext.cache.CacheConfig`.
         per_layer: Layer index to the fields that differ there, such as
             ``{0: {"key": "none", "value": "none"}}``.
         use_metal_kernels: See :func:`vqkv_ext.ops.native`.
@@ -50,6 +50,7 @@ class KVCacheConfig:
     per_layer: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     use_metal_kernels: bool | None = None
     prefill: Literal["coded", "dense"] = "coded"
+    start: int = 0
     method: str | None = None
     head_dim: int | None = None
     bits: int | None = None
@@ -86,7 +87,12 @@ class KVCacheConfig:
     def windows(self) -> CacheConfig:
         """The part that says which tokens stay uncompressed."""
         return CacheConfig(
-            self.sink_tokens, self.window, self.block, self.use_metal_kernels, self.prefill
+            self.sink_tokens,
+            self.window,
+            self.block,
+            self.use_metal_kernels,
+            self.prefill,
+            self.start,
         )
 
     def layer(self, index: int) -> KVCacheConfig:

@@ -23,6 +23,8 @@ from ..cache import CacheConfig, CompressedArray, CompressedKVCache
 from ..codecs import Calibration, presets
 from ..codecs.calibration import ModelShape
 from ..codecs.vecinfer import PRESETS
+from .batching import logical_mask, padded_mask
+from .serialization import register
 
 __all__ = [
     "disable_attention",
@@ -30,6 +32,8 @@ __all__ = [
     "make_prompt_cache",
     "model_shape",
 ]
+
+register()
 
 _NAME = "scaled_dot_product_attention"
 
@@ -46,20 +50,16 @@ def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         **kwargs: Any,
     ) -> mx.array:
         if not isinstance(keys, CompressedArray):
+            mask = padded_mask(mask, queries, cache)
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs
-            )
-        if isinstance(mask, mx.array) and mask.shape[-1] not in (1, keys.shape[2]):
-            raise ValueError(
-                f"[attention] mask must have a column for each of the {keys.shape[2]} tokens, but "
-                f"got shape {mask.shape}."
             )
         return ops.attention(
             queries,
             keys.packed,
             values.packed,
             scale=scale,
-            mask=mask,
+            mask=logical_mask(mask, keys),
             sinks=sinks,
             use_metal_kernels=keys.use_metal_kernels,
         )
@@ -135,6 +135,7 @@ def make_prompt_cache(
     codec: Calibration | str | Path,
     *,
     config: CacheConfig | None = None,
+    max_kv_size: None = None,
 ) -> list[CompressedKVCache]:
     """The compressed counterpart of ``mlx_lm.models.cache.make_prompt_cache``.
 
@@ -144,6 +145,7 @@ def make_prompt_cache(
             :data:`vqkv_ext.codecs.presets.PRESETS`), a :class:`Calibration`, or the path of a
             calibration file.
         config: Which tokens stay uncompressed; by default 4 sinks and a window of 64.
+        max_kv_size: Not offered: a compressed cache forgets nothing.
 
     Returns:
         One cache per layer, to pass as ``prompt_cache``.
@@ -151,6 +153,11 @@ def make_prompt_cache(
     Raises:
         ValueError: The model cannot be served, or the calibration is of another model.
     """
+    if max_kv_size is not None:
+        raise ValueError(
+            "[make_prompt_cache] max_kv_size must be None, as a compressed cache keeps every "
+            f"token, but got {max_kv_size!r}."
+        )
     if isinstance(codec, str) and codec in presets.PRESETS:
         shape = model_shape(model)
         enable_or_refuse(model)
