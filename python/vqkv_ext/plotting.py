@@ -118,7 +118,7 @@ def plot_quality(
         axes.grid(True, color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper right")
+        figure.legend(loc="outside right upper")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")

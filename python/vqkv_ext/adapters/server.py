@@ -13,6 +13,7 @@ from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
@@ -20,8 +21,15 @@ __all__ = ["PromptCache", "robust"]
 
 
 class PromptCache(LRUPromptCache):
-    """Always leaves a token to run: with a cache of the whole prompt there would be nothing to
-    predict from, which ends the generation thread."""
+    """Holds what it counts, and always leaves a token to run: with a cache of the whole prompt
+    there would be nothing to predict from, which ends the generation thread."""
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any
+    ) -> None:
+        # a row taken out of a batch keeps all of the batch until it is evaluated
+        mx.eval([c.state for c in prompt_cache])
+        super().insert_cache(model, tokens, prompt_cache, **options)
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
@@ -78,7 +86,8 @@ def robust() -> Iterator[None]:
     names = {
         "ResponseGenerator": Generator,
         "LRUPromptCache": PromptCache,
-        "run": partial(server.run, server_class=HTTPServer),
+        # run() takes a server_class, but does not pass it on
+        "_run_http_server": partial(server._run_http_server, server_class=HTTPServer),
     }
     originals = {name: getattr(server, name) for name in names}
     for name, value in names.items():

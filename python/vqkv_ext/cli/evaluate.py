@@ -175,15 +175,15 @@ def _show(
     for column in ("bytes", "", "KL", "top-1", "perplexity", ""):
         table.add_column(column, justify="right", no_wrap=True)
     first = next(iter(quality.values()))
-    table.add_row(plain, f"{first.reference_bytes:,}", "", "", "", f"{first.ppl_reference:.3f}", "")
+    table.add_row(plain, f"{first.reference_bytes:,}", "", "", "", f"{first.ppl_reference:.4g}", "")
     for name, q in quality.items():
         table.add_row(
             escape(name),
             f"{q.cache_bytes:,}",
             f"1/{q.reference_bytes / q.cache_bytes:.1f}",
-            f"{q.kl:.4f}",
+            f"{q.kl:.2g}",
             f"{100 * q.top1:.1f} %",
-            f"{q.ppl:.3f}",
+            f"{q.ppl:.4g}",
             f"{q.delta_ppl:+.1f} %",
         )
     Console().print(table)
