@@ -23,7 +23,8 @@ FAST = ["--tokens", "300", "--iterations", "2"]
 
 
 def save_model(folder: Path, model=None) -> Path:
-    """A llama, by default ``tiny.llama()``, and a tokenizer of its 97 characters, as mlx_lm.load wants them."""
+    """A llama, by default ``tiny.llama()``, and a tokenizer of its 97 characters, as mlx_lm.load
+    wants them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
