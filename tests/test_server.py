@@ -20,10 +20,9 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-import tiny
+import writing
 from test_cli import save_model
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 
@@ -117,14 +116,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model whose texts depend on what it remembers: with the plain tiny one every token would
-    follow from the last alone."""
-    model = tiny.llama()
-    mx.random.seed(4)
-    embedding = 0.15 * mx.random.normal((97, 32))
-    weights = [(k, 4 * v if v.ndim == 2 else v) for k, v in tree_flatten(model.parameters())]
-    model.load_weights([(k, embedding if "embed" in k else v) for k, v in weights])
-    return save_model(tmp_path_factory.mktemp("server") / "tiny", model)
+    return save_model(tmp_path_factory.mktemp("server") / "tiny", writing.llama())
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +186,7 @@ def together(server: Server, texts) -> list[str]:
 def settled(server: Server) -> tuple[int, int]:
     """Bytes that MLX holds beside the prompt cache once requests are done, and the prompt cache's.
 
-    A buffer of MLX may be some pages larger than the array in it, so a twentieth is left to these."""
+    A buffer of MLX may be some pages larger than its array, so a twentieth is left to these."""
     last, same = None, 0
     while same < 3:
         now = server.report()
