@@ -12,7 +12,7 @@ from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.adapters.programs import MakePromptCache
 from vqkv_ext.codecs import Calibration
 
-TOKENS = 16
+TOKENS = 8
 SIZES = {"num_key_value_heads": 4, "num_attention_heads": 8, "num_hidden_layers": 3}
 MODELS = {"tensor": writing.llama, "pipeline": writing.qwen2}
 

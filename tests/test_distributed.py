@@ -31,8 +31,8 @@ def codecs(models, tmp_path_factory) -> dict[str, list[str]]:
     """Presets and files for each model, codebooks per head and per layer."""
     folder, found = tmp_path_factory.mktemp("calibrations"), {}
     for kind, model in models.items():
-        found[kind] = ["centred-2bit", "turboquant-2bit"]
-        for preset in ("vecinfer-2bit", "vecinfer-1.5bit"):
+        found[kind] = ["centred-2bit"]
+        for preset in ("vecinfer-2bit", "vecinfer-1.5bit")[: 2 if kind == "tensor" else 1]:
             path = folder / f"{kind}-{preset}.safetensors"
             calibrate(model, tiny.ids(256 if preset == "vecinfer-2bit" else 600), preset,
                       iterations=1).save(path)  # fmt: skip
@@ -47,7 +47,7 @@ def alone(models, codecs):
     prompts, found = {}, {}
     for kind, model in models.items():
         for seed in range(100):
-            prompt = tiny.ids(310, seed=seed)
+            prompt = tiny.ids(220, seed=seed)
             each = {c: ranks.write(model, c, prompt) for c in codecs[kind]}
             if min(margin for *_, margin in each.values()) > 0.01:
                 break
@@ -101,7 +101,7 @@ def test_a_whole_calibration_is_refused_by_name(split):
 
 def test_heads_of_a_rank(codecs):
     """Each rank's part decodes as these heads of the whole do."""
-    whole = sharding.Calibration.load(codecs["tensor"][2])
+    whole = sharding.Calibration.load(codecs["tensor"][1])
     assert "vecinfer-2bit" == whole.preset
     x = mx.random.normal((1, 4, 5, 64))
     for rank in range(2):
@@ -121,5 +121,5 @@ def test_heads_of_a_rank(codecs):
 
 
 def test_a_whole_model_takes_the_whole_calibration(models, codecs):
-    whole = sharding.Calibration.load(codecs["tensor"][2])
+    whole = sharding.Calibration.load(codecs["tensor"][1])
     assert sharding.for_rank(whole, models["tensor"]) is whole

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         args.run(args)
-    except (InputError, ValueError) as e:
+    except (InputError, ValueError, FileNotFoundError) as e:
         return _failed(args.command, e, 2)
     except (OSError, RuntimeError, ImportError) as e:
         return _failed(args.command, e, 1)
