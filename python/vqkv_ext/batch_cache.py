@@ -127,16 +127,16 @@ class BatchCompressedKVCache(CompressedCache):
         old = self._coded
         self._encode(tails, [config.due(max(0, n)) for n in after])
         reads = [
-            a if dense or n < config.start else b
+            a if dense or max(0, n) < config.start else b
             for a, b, n in zip(old, self._coded, before, strict=True)
         ]
         self._width += queries
         self._offsets = after
         if self._remaining is not None:
             self._remaining = [a - b for a, b in zip(self._remaining, take, strict=True)]
-        handles = self._handles(tails, reads)
+        starts = self._starts
         self._retire(tails)
-        return handles
+        return self._handles(tails, reads, starts)
 
     def _slot(self, row: int, position: int) -> int:
         return self.config.slot(position, self._starts[row])
@@ -230,11 +230,12 @@ class BatchCompressedKVCache(CompressedCache):
         k, v = (mx.take_along_axis(t, at, axis=2) for t in tails)
         self._tails = (k, v)
 
-    def _handles(self, tails: Pair, coded: list[int]) -> tuple[CompressedArray, CompressedArray]:
+    def _handles(
+        self, tails: Pair, coded: list[int], starts: list[int]
+    ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads; padding at the right counts as tokens, which only it sees."""
         rows = [
-            [self._width - left, *row]
-            for left, row in zip(self._left, zip(coded, self._starts, strict=True), strict=True)
+            [self._width - left, *row] for left, *row in zip(self._left, coded, starts, strict=True)
         ]
         return self._handles_of(tails, rows, self._width, list(self._left))
 
@@ -242,7 +243,7 @@ class BatchCompressedKVCache(CompressedCache):
         """What attention reads, without appending; for layers that share another layer's cache."""
         if self._tails is None:
             raise RuntimeError(f"[{self._op}] keys_and_values needs tokens, but got none.")
-        return self._handles(self._tails, self._coded)
+        return self._handles(self._tails, self._coded, self._starts)
 
     # ---- shrinking ----
 

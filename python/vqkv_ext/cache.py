@@ -68,15 +68,13 @@ class CompressedKVCache(CompressedCache):
         tails = self._append(keys, values)
         due = config.due(total)
         dense = (config.prefill == "dense" and queries > 1) or self.offset < config.start
-        if dense:
-            handles = self._handles(tails, total)
+        coded, start = self._coded, self._tail_start
         if due > self._coded:
             self._encode(tails, due)
-        if not dense:
-            handles = self._handles(tails, total)
         self.offset = total
         self._retire(tails)
-        return handles
+        # a chunk that reads all of itself uncompressed sees only what was coded before it
+        return self._handles(tails, coded if dense else self._coded, start)
 
     def _slot(self, position: int) -> int:
         return self.config.slot(position, self._tail_start)
@@ -149,17 +147,17 @@ class CompressedKVCache(CompressedCache):
         self._tail_start = start
 
     def _handles(
-        self, tails: tuple[mx.array, mx.array], tokens: int
+        self, tails: tuple[mx.array, mx.array], coded: int, start: int
     ) -> tuple[CompressedArray, CompressedArray]:
-        """What attention reads of ``tokens`` tokens."""
-        rows = [[tokens, self._coded, self._tail_start]] * tails[0].shape[0]
-        return self._handles_of(tails, rows, tokens)
+        """What attention reads: so many tokens as codes, the rest from tails beginning there."""
+        rows = [[self.offset, coded, start]] * tails[0].shape[0]
+        return self._handles_of(tails, rows, self.offset)
 
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""
         if self._tails is None:
             raise RuntimeError("[CompressedKVCache] keys_and_values needs tokens, but got none.")
-        return self._handles(self._tails, self.offset)
+        return self._handles(self._tails, self._coded, self._tail_start)
 
     # ---- shrinking ----
 

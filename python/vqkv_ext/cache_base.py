@@ -116,7 +116,11 @@ class CompressedCache:
     ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`."""
         c = self.config
-        layout = Layout(mx.array(rows, dtype=mx.int32), c.sink_tokens, c.window, c.block)
+        counts = mx.array(rows, dtype=mx.int32)
+        if self._tails is not None and tails is not self._tails:
+            # who evaluates the output has evaluated the cache too, and may go on in another thread
+            (counts,) = mx.depends([counts], list(self._tails))
+        layout = Layout(counts, c.sink_tokens, c.window, c.block)
         handles = []
         for i, (codec, tail) in enumerate(zip(self._codecs, tails, strict=True)):
             if self._bodies is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
@@ -80,7 +81,11 @@ def load_prompt_cache(
             raise ValueError(
                 f"[{op}] {path} must hold caches of mlx_lm or vqkv_ext, but got {name}."
             )
-    cache, metadata = stock.load_prompt_cache(str(path), return_metadata=True)
+    try:
+        cache, metadata = stock.load_prompt_cache(str(path), return_metadata=True)
+        mx.eval([c.state for c in cache])
+    except RuntimeError as e:
+        raise ValueError(f"[{op}] {path} must be complete, but reading it failed: {e}") from e
     cache, metadata = list(cache), dict(metadata or {})
     if like is not None:
         _check_like(cache, like, path)
@@ -105,7 +110,7 @@ def _class_names(path: Path, op: str) -> list[str]:
             size = int.from_bytes(f.read(8), "little")
             if size > path.stat().st_size:
                 raise ValueError("its header is longer than the file")
-            metadata = json.loads(f.read(size)).get("__metadata__", {})
+            metadata = json.loads(f.read(size)).get("__metadata__") or {}
     except ValueError as e:
         raise ValueError(f"[{op}] {path} must be a complete safetensors file, but {e}.") from e
     if "2.0" not in metadata:
