@@ -83,6 +83,8 @@ def test_generate_is_mlx_lm_with_another_cache(model, loaded, calibration, capsy
         *loaded, PROMPT, max_tokens=12, prompt_cache=make_prompt_cache(loaded[0], "centred-4bit")
     )
     assert generate(capsys, model) == default
+    # a draft changes the speed alone
+    assert generate(capsys, model, "--draft-model", model) == default
     # nothing stays replaced
     program = sys.modules["mlx_lm.generate"]
     assert program.make_prompt_cache is stock.make_prompt_cache

@@ -207,6 +207,15 @@ def test_32_streams_at_once(server, loaded):
     assert server.healthy()
 
 
+def test_a_request_that_cannot_be_batched(server, loaded):
+    """A seed is for one request alone: the batch ends first, and the text is the same."""
+    text, expected = next(iter(steady(loaded, [170], seed=5).items()))
+    body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "seed": 1}
+    status, raw = server.post(body)
+    assert status == 200 and json.loads(raw)["choices"][0]["text"] == expected
+    assert len(server.stream("abc", 3)) == 3
+
+
 def test_a_conversation_goes_on_in_its_cache(server, loaded):
     """The second turn finds the first one's codes, and gives what one cache gives for both."""
     (first, answer), *_ = steady(loaded, [200], seed=2).items()
