@@ -169,8 +169,11 @@ def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):
     assert "at least 2, but got 1" in fails(capsys, *command, "--tokens", "1")
 
 
-def test_groups_of_32(loaded):
-    """Heads of 96 are not whole groups of 64; heads of 40 are none of any."""
+def test_caches_that_mlx_lm_quantises(loaded):
+    """Heads of 96 are not whole groups of 64, those of 40 of none; mlx_lm has no quantised sliding
+    window."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    assert quantized_caches(writing.llama(**windows)) == {}
     caches = quantized_caches(writing.llama(head_dim=96))
     assert {c.group_size for make in caches.values() for c in make()} == {32}
     assert {c.group_size for make in quantized_caches(loaded[0]).values() for c in make()} == {64}

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..codecs import Calibration, presets
@@ -55,7 +54,6 @@ class MakePromptCache:
         if isinstance(codec, Calibration):
             codec = for_rank(codec, model)
         caches = make_prompt_cache(model, codec)
-        mx.eval([c.state for c in caches])
         self._made.append((weakref.ref(model), caches))
         return copy.deepcopy(caches)
 
