@@ -142,11 +142,23 @@ class CompressedCache:
         return self._tails is None
 
     @property
-    def keys(self) -> mx.array:
+    def keys(self) -> mx.array | None:
+        """The uncompressed keys. For mlx_lm's pipelined models, which let them depend on what a
+        stage sends (``cache.keys = mx.depends(cache.keys, sent)``), so that evaluating the cache
+        sends it."""
+        return None if self._tails is None else self._tails[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        assert self._tails is not None
+        self._tails = (keys, self._tails[1])
+
+    @property
+    def values(self) -> mx.array:
         """Not offered: code that expects a stock cache is told so."""
         raise AttributeError(
             f"[{self._op}] a stock cache must not be merged or extended with a compressed one, "
-            "which holds no `keys`: make all caches of a batch alike."
+            "which holds no `values`: make all caches of a batch alike."
         )
 
     @property
