@@ -49,8 +49,11 @@ class CompressedArray:
         """The same with uncompressed tokens, and results of attention, in another dtype."""
         if dtype == self.dtype:
             return self
-        packed = replace(self.packed, tail=self.packed.tail.astype(dtype))
-        return CompressedArray(packed, self.shape[2], self.use_metal_kernels)
+        packed = vars(self)["packed"]
+        other = object.__new__(type(self))
+        tail = packed.tail.astype(dtype)
+        vars(other).update(vars(self), packed=replace(packed, tail=tail), dtype=dtype)
+        return other
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ForeignUse(self)

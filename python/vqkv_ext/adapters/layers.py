@@ -21,7 +21,7 @@ from mlx_lm.models import cache as stock
 from ..cache import CompressedKVCache
 from ..codecs.half import HalfCodec
 from ..compressed_array import CompressedArray, ForeignUse
-from ..packed import MAX_CHANNELS
+from ..packed import MAX_CHANNELS, PackedKV
 from .attention import bind_model, unbind
 
 _log = logging.getLogger("vqkv_ext")
@@ -263,23 +263,17 @@ class _Probe(CompressedKVCache):
 class _Watched(CompressedArray):
     """A handle that tells its probe when attention reads it."""
 
+    probe: _Probe
+
     def __init__(self, probe: _Probe, handle: CompressedArray):
-        self.probe = probe
-        super().__init__(handle.packed, handle.shape[2], handle.use_metal_kernels)
+        vars(self).update(vars(handle), probe=probe)
         probe.read = False
 
-    def astype(self, dtype: mx.Dtype) -> CompressedArray:
-        return _Watched(self.probe, super().astype(dtype))
-
     @property
-    def packed(self) -> Any:
+    def packed(self) -> PackedKV:
         self.probe.trial.last = self.probe
         self.probe.read = True
-        return self._packed
-
-    @packed.setter
-    def packed(self, packed: Any) -> None:
-        self._packed = packed
+        return vars(self)["packed"]
 
 
 class _Width(ValueError):
