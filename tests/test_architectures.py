@@ -25,21 +25,13 @@ import architecture_table  # noqa: E402
 
 import architectures  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_blas_thread", "_no_compile")
+pytestmark = pytest.mark.usefixtures("one_blas_thread", "no_compile")
 
 SMALL = CacheConfig(sink_tokens=2, window=8, block=8)
 CHUNKS = [12, 1, 1, 1, 1, 1, 1, 6, 1]  # 25 tokens, the last 8 coded in the chunk of 6
 TOLERANCE = 5e-4  # of the largest logit; seen: 7e-5, and 1e-2 or more where codes of 1 bit are read
 CODED = coded_tokens(sum(CHUNKS), 2, 8, 8)
 NAMES = architectures.names()
-
-
-@pytest.fixture(scope="module")
-def _no_compile():
-    """mx.compile on the CPU calls a C++ compiler, which takes seconds."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from vqkv_ext.adapters.attention import layer_modules
 from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
 from vqkv_ext.cache import CompressedKVCache
 
-pytestmark = pytest.mark.usefixtures("one_blas_thread")
+pytestmark = pytest.mark.usefixtures("one_blas_thread", "no_compile")
 LENGTHS = [(tiny.SMALL, 12), (tiny.DEFAULT, 144)]
 HALF = 5e-3  # of the largest logit: the preset none stores float16, mlx_lm's cache float32
 

@@ -17,7 +17,7 @@ from vqkv_ext.cache import CompressedKVCache
 from vqkv_ext.compressed_array import CompressedArray, ForeignUse
 from vqkv_ext.config import KVCacheBuilder, KVCacheConfig
 
-pytestmark = pytest.mark.usefixtures("one_blas_thread")
+pytestmark = pytest.mark.usefixtures("one_blas_thread", "no_compile")
 
 
 @pytest.fixture
@@ -182,6 +182,24 @@ def test_float32_attention_over_a_bfloat16_cache(built):
     want = tiny.run_some(model, stock.make_prompt_cache(model), ids, chunks)
     assert cache[0].coded_tokens > 0 and got.dtype == want.dtype == mx.bfloat16
     assert mx.abs(got - want).max() < 4e-2 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "afm7", "gemma4", "hunyuan", "iquestloopcoder"])
+def test_layers_that_read_another_layers_cache(built, name):
+    """What is generated does not depend on the chunks of the prompt. Where those layers ask for
+    the cache after the chunk is stored, logits within the prompt do."""
+    model, ids = built(name), tiny.ids(60)
+    whole, ones, halves = (
+        tiny.run_some(
+            model, make_prompt_cache(model, "turboquant-2bit", config=tiny.SMALL), ids, chunks
+        )
+        for chunks in ([59, 1], [1] * 60, [30, 29, 1])
+    )
+    at_end = name in ("gemma3n", "afm7")
+    limit = 1e-4 * mx.abs(ones).max()
+    for other in (whole, halves):
+        assert mx.abs(other - ones)[58:].max() < limit  # the prompt's last token, and one more
+        assert (mx.abs(other - ones).max() > limit) == at_end
 
 
 def test_handles_refuse_arithmetic(built):

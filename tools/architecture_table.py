@@ -42,7 +42,8 @@ those of the tiny model; a real one has more of the same kinds.
 
 Layers that read another layer's cache (afm7, gemma3n, gemma4, hunyuan, iquestloopcoder) read its
 codes. In afm7 and gemma3n they ask for them once the chunk is stored: all its queries then read as
-codes what the last one does, so there results depend on the chunks of the prompt.
+codes what the last one does. Logits within a prompt therefore depend on its chunks there; those of
+its last token, and all tokens generated, do not.
 
 `0.1` is member 1 of the `CacheList` of layer 0.
 
@@ -63,7 +64,8 @@ def outcome(slots: list[CacheSlot] | ValueError) -> str:
 def row(name: str, slots: list[CacheSlot] | ValueError) -> str:
     """The line of a model."""
     if isinstance(slots, ValueError):
-        served, rest = "none", str(slots).partition("but got ")[2].removesuffix(".")
+        rest = str(slots).partition(f"] {name} ")[2].removesuffix(".")
+        served, rest = "none", rest.partition("can be compressed, but got ")[2] or rest
     else:
         count = sum(slot.reason is None for slot in slots)
         served, rest = f"{count} of {len(slots)}", summary(slots)
