@@ -65,3 +65,13 @@ def run(model, cache, tokens, chunks=None) -> mx.array:
         out.append(logits[0])
         at += n
     return mx.concatenate(out)
+
+
+def run_some(model, cache, tokens, chunks) -> mx.array:
+    """:func:`run` for lists of which some caches hold nothing."""
+    out, at = [], 0
+    for n in chunks:
+        out.append(model(mx.array(tokens[at : at + n])[None], cache=cache)[0])
+        mx.eval(out[-1], [c.state for c in cache if not c.empty()])
+        at += n
+    return mx.concatenate(out)

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from .packed import PackedKV
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
+_FOREIGN = (
+    *(side + name for name in _ARITHMETIC for side in ("", "r", "i")),
+    *"neg abs invert lt le gt ge getitem setitem iter len array".split(),
+    *("mlx_array", "mlx__array"),
+)
+
+
+class ForeignUse(TypeError):
+    """Compressed keys or values were used as an array.
+
+    Attributes:
+        array: Them.
+    """
+
+    def __init__(self, array: CompressedArray):
+        super().__init__(
+            "[CompressedArray] compressed keys and values must be read by vqkv_ext.ops.attention, "
+            "but got used as an array; does this model compute attention by other means than "
+            "mlx_lm's scaled_dot_product_attention?"
+        )
+        self.array = array
 
 
 class CompressedArray:
@@ -36,17 +60,24 @@ class CompressedArray:
         self.use_metal_kernels = use_metal_kernels
         self.left_padding = left_padding
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "[CompressedArray] compressed keys and values must be read by vqkv_ext.ops.attention, "
-            "but got used as an array; does this model compute attention by other means than "
-            "mlx_lm's scaled_dot_product_attention?"
-        )
+    def astype(self, dtype: mx.Dtype) -> CompressedArray:
+        """The same with uncompressed tokens, and results of attention, in another dtype."""
+        if dtype == self.dtype:
+            return self
+        packed = vars(self)["packed"]
+        other = object.__new__(type(self))
+        tail = packed.tail.astype(dtype)
+        vars(other).update(vars(self), packed=replace(packed, tail=tail), dtype=dtype)
+        return other
 
-    __getitem__ = __array__ = __matmul__ = __rmatmul__ = __add__ = __mul__ = _refuse
-    __iter__ = __len__ = __mlx__array__ = __mlx_array__ = _refuse
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ForeignUse(self)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(mx.array, name):
             self._refuse()
         raise AttributeError(name)
+
+
+for _name in _FOREIGN:
+    setattr(CompressedArray, f"__{_name}__", CompressedArray._refuse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +14,9 @@ from .cache import CacheConfig, CompressedKVCache
 from .codecs import Codec, ProductCodec
 from .codecs.presets import DEFAULT, codec
 from .codecs.transforms import SmoothedHadamard
+
+if TYPE_CHECKING:
+    from .adapters.layers import CacheSlot
 
 METHODS = ("vecinfer", "turboquant", "turboquant-prod", "turboquant-rvq", "qjl", "centred", "none")
 
@@ -170,32 +173,38 @@ class KVCacheBuilder:
     """Builds the caches of a model."""
 
     @staticmethod
-    def for_model(model: nn.Module, config: KVCacheConfig) -> list[CompressedKVCache]:
-        """One cache per layer of an mlx_lm model, to pass as ``prompt_cache``. Layers that
-        ``per_layer`` does not name share their codecs.
+    def for_model(model: nn.Module, config: KVCacheConfig) -> list[Any]:
+        """The caches of an mlx_lm model, to pass as ``prompt_cache``: its own list, with compressed
+        ones where its layers can read them. Layers of equal widths that ``per_layer`` does not name
+        share their codecs.
 
         Raises:
-            ValueError: The model cannot be served, or has another head dimension than the config.
+            ValueError: The model cannot be served, has another head dimension than the config, or
+                ``per_layer`` names layers that are not compressed.
         """
-        from .adapters.mlx_lm import enable_or_refuse, model_shape
+        from .adapters.layers import build, cache_slots
 
-        shape = model_shape(model)
-        if config.head_dim not in (None, shape.key_dim):
+        slots = cache_slots(model)
+        served = [slot for slot in slots if slot.reason is None]
+        dims = sorted({slot.key_dim for slot in served})
+        if config.head_dim is not None and dims != [config.head_dim]:
             raise ValueError(
-                f"[KVCacheBuilder] head_dim must be the model's {shape.key_dim}, but got "
-                f"{config.head_dim}."
+                f"[KVCacheBuilder] head_dim must be the model's {', '.join(map(str, dims))}, but "
+                f"got {config.head_dim}."
             )
-        unknown = [i for i in config.per_layer if not 0 <= i < shape.layers]
-        if unknown:
+        layers = {slot.layer for slot in served}
+        if unknown := sorted(set(config.per_layer) - layers):
             raise ValueError(
-                f"[KVCacheBuilder] per_layer must name layers 0 to {shape.layers - 1}, but got "
-                f"{unknown}."
+                "[KVCacheBuilder] per_layer must name layers that are compressed, "
+                f"{', '.join(map(str, sorted(layers)))}, but got {', '.join(map(str, unknown))}."
             )
-        caches, pairs = [], {}
-        for i in range(shape.layers):
-            layer, own = config.layer(i), i if i in config.per_layer else None
-            if own not in pairs:
-                pairs[own] = layer.codecs(shape.key_dim, shape.value_dim)
-            caches.append(CompressedKVCache(*pairs[own], layer.windows()))
-        enable_or_refuse(model)
-        return caches
+        pairs: dict[Any, tuple[Codec, Codec]] = {}
+
+        def make(slot: CacheSlot) -> CompressedKVCache:
+            layer, own = config.layer(slot.layer), slot.layer in config.per_layer
+            alike = (slot.place if own else None, slot.key_dim, slot.value_dim)
+            if alike not in pairs:
+                pairs[alike] = layer.codecs(slot.key_dim, slot.value_dim)
+            return CompressedKVCache(*pairs[alike], layer.windows())
+
+        return build(model, slots, make)

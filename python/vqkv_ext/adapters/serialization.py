@@ -90,7 +90,7 @@ def load_prompt_cache(
     if like is not None:
         _check_like(cache, like, path)
     if model is not None:
-        from .mlx_lm import enable_attention
+        from .attention import enable_attention
 
         enable_attention(model)
     return cache, metadata
