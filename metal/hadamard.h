@@ -223,21 +223,23 @@ METAL_FUNC float hadamard_sum(thread float* part, uint lane) {
   for (int h = LANES / 2; h > 0; h /= 2) {
     const bool upper = (lane & uint(h)) != 0;
     const int held = KEPT * 2 * h / LANES;
-    if (held > 1) {
-      UNROLL
-      for (int i = 0; i < held / 2; i++) {
+    if (held <= 1)
+      part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
+    UNROLL
+    for (int i = 0; i < KEPT / 2; i++) {
+      if (i < held / 2) {
         const float a = part[2 * i], b = part[2 * i + 1];
         part[i] = (upper ? b : a) + metal::simd_shuffle_xor(upper ? a : b, ushort(h));
       }
-    } else {
-      part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
     }
   }
   UNROLL
   for (int held = KEPT / LANES; held > 1; held /= 2) {
     UNROLL
-    for (int i = 0; i < held / 2; i++)
-      part[i] += part[i + held / 2];
+    for (int i = 0; i < KEPT / 2; i++) {
+      if (i < held / 2)
+        part[i] += part[i + held / 2];
+    }
   }
   UNROLL
   for (int h = LANES / SPREAD; h < LANES; h *= 2)
