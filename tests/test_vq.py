@@ -108,7 +108,7 @@ def test_scores_decide_nothing_that_distances_would_not(rng, dims):
 
     for rows in (1, 12, 256):
         x, book = normal(500), normal(rows)
-        near = np.repeat(normal(rows // 4 + 1), 4, 0)[:rows]
+        near = np.tile(normal(rows // 4 + 1), (4, 1))[:rows]
         broken = book.copy()
         broken[rows // 2], broken[rows // 3, 0] = np.nan, np.inf
         for data, centroids in (
