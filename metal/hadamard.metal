@@ -1,4 +1,4 @@
-#include "hadamard.h"
+#include "hadamard_quantize.h"
 
 #define HADAMARD(D, M)                                                                     \
   instantiate_kernel(hadamard_##D, hadamard, D, M)                                         \

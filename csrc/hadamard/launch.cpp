@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
 
-/** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard.h. */
+/** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
 int64_t rows_of_simdgroup(int width) {
   if (hadamard_order(width) > 1 || width < 32 || width > 512) {
     return 1;
