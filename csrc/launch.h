@@ -38,6 +38,11 @@ inline std::string dtype_name(mx::Dtype t) {
   return out.str();
 }
 
+/** Whether kernels may read vectors of 16 bytes from the array. */
+inline bool aligned(const mx::array& a) {
+  return a.offset() % 16 == 0;
+}
+
 /** Threadgroups along one axis; refuses what a grid cannot hold. */
 inline uint32_t groups(int64_t n, int64_t per_group) {
   int64_t g = (n + per_group - 1) / per_group;

@@ -48,11 +48,6 @@ bool in_bytes(const CodeParams& c, int width) {
          (c.dims == 2 || c.dims == 4 || c.dims == 8);
 }
 
-/** Vectors of 16 bytes are read where they lie. */
-bool aligned(const mx::array& a) {
-  return a.offset() % 16 == 0;
-}
-
 /** Whether the kernel for simdgroup matrices can do this call. */
 bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const int width = p.key_dim;
