@@ -97,8 +97,6 @@ METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, lon
 template <int LANES>
 METAL_FUNC float hadamard_sum(thread float* part, uint lane) {
   constexpr int KEPT = 32 / LANES, SPREAD = KEPT < LANES ? KEPT : LANES;
-  if (LANES == 32)
-    return metal::simd_sum(part[0]);
   UNROLL
   for (int h = LANES / 2; h > 0; h /= 2) {
     const bool upper = (lane & uint(h)) != 0;
@@ -125,6 +123,10 @@ METAL_FUNC float hadamard_sum(thread float* part, uint lane) {
   for (int h = LANES / SPREAD; h < LANES; h *= 2)
     part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
   return part[0];
+}
+template <>
+METAL_FUNC float hadamard_sum<32>(thread float* part, uint) {
+  return metal::simd_sum(part[0]);
 }
 
 // The factor of the levels, from |v|^2, <v, levels> and |levels|^2. Rows that are not finite decode

@@ -2,16 +2,20 @@
 
 #define QUANTIZE_VQ(tname, T, cname, C, D) \
   instantiate_kernel(quantize_vq_##tname##_##cname##_##D, quantize_vq, T, C, D)
+// short vectors leave registers for four threadgroups to a core
+#define QUANTIZE_SHORT(tname, T, cname, C, D)                                                      \
+  instantiate_kernel_groups(quantize_vq_##tname##_##cname##_##D, VQ_THREADS, 4, quantize_vq, T, C, \
+                            D)
 #define DEQUANTIZE_VQ(tname, T, cname, C) \
   instantiate_kernel(dequantize_vq_##tname##_##cname, dequantize_vq, T, C)
-#define VQ(tname, T)                       \
-  QUANTIZE_VQ(tname, T, uint8, uchar, 0)   \
-  QUANTIZE_VQ(tname, T, uint8, uchar, 2)   \
-  QUANTIZE_VQ(tname, T, uint8, uchar, 4)   \
-  QUANTIZE_VQ(tname, T, uint8, uchar, 8)   \
-  QUANTIZE_VQ(tname, T, uint16, ushort, 0) \
-  QUANTIZE_VQ(tname, T, uint16, ushort, 8) \
-  DEQUANTIZE_VQ(tname, T, uint8, uchar)    \
+#define VQ(tname, T)                        \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 0)    \
+  QUANTIZE_SHORT(tname, T, uint8, uchar, 2) \
+  QUANTIZE_SHORT(tname, T, uint8, uchar, 4) \
+  QUANTIZE_VQ(tname, T, uint8, uchar, 8)    \
+  QUANTIZE_VQ(tname, T, uint16, ushort, 0)  \
+  QUANTIZE_VQ(tname, T, uint16, ushort, 8)  \
+  DEQUANTIZE_VQ(tname, T, uint8, uchar)     \
   DEQUANTIZE_VQ(tname, T, uint16, ushort)
 
 VQ(float32, float)

@@ -100,8 +100,8 @@ def test_offset_data_keeps_its_precision(rng):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("dims", [2, 4, 8])
-def test_scores_decide_nothing_that_distances_would_not(rng, dims):
-    """The GPU kernels for these dims search by scores first; wide codes are those of distances."""
+def test_every_search_finds_the_same_rows(rng, dims):
+    """The kernels for these dims search by groups of rows; the one for wide codes row by row."""
 
     def normal(*shape):
         return rng.standard_normal((*shape, dims)).astype(np.float32)

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "backend/backend.h"
 #include "backend/fatbins.h"
@@ -35,36 +36,42 @@ class Kernels {
       return;
     }
     std::vector<CUmodule> modules;
+    std::unordered_map<std::string, CUfunction> functions;
     for (const void* const* image = fatbins; *image; ++image) {
-      check(cuModuleLoadData(&modules.emplace_back(), *image), "loading the CUDA kernels");
+      auto& module = modules.emplace_back();
+      check(cuModuleLoadData(&module, *image), "loading the CUDA kernels");
+      unsigned count = 0;
+      check(cuModuleGetFunctionCount(&count, module), "counting the CUDA kernels");
+      std::vector<CUfunction> all(count);
+      check(cuModuleEnumerateFunctions(all.data(), count, module), "listing the CUDA kernels");
+      for (auto function : all) {
+        const char* name = nullptr;
+        check(cuFuncGetName(&name, function), "the name of a CUDA kernel");
+        functions[name] = function;
+      }
     }
     modules_ = std::move(modules);
+    functions_ = std::move(functions);
   }
 
   CUfunction get(const std::string& name, uint32_t shared_bytes) {
-    if (auto it = functions_.find(name); it != functions_.end()) {
-      return it->second;
-    }
     load();
-    for (auto module : modules_) {
-      CUfunction function;
-      auto result = cuModuleGetFunction(&function, module, ("vqkv_" + name).c_str());
-      if (result != CUDA_ERROR_NOT_FOUND) {
-        check(result, "kernel " + name);
-        if (shared_bytes > kSharedBytes) {
-          check(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                   static_cast<int>(shared_bytes)),
-                "shared memory of kernel " + name);
-        }
-        return functions_[name] = function;
-      }
+    auto it = functions_.find("vqkv_" + name);
+    if (it == functions_.end()) {
+      throw std::runtime_error(message("vqkv_ext", "kernel ", name, " is not in this build."));
     }
-    throw std::runtime_error(message("vqkv_ext", "kernel ", name, " is not in this build."));
+    if (shared_bytes > kSharedBytes && asked_.insert(it->second).second) {
+      check(cuFuncSetAttribute(it->second, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                               static_cast<int>(shared_bytes)),
+            "shared memory of kernel " + name);
+    }
+    return it->second;
   }
 
  private:
   std::vector<CUmodule> modules_;
-  std::unordered_map<std::string, CUfunction> functions_;
+  std::unordered_map<std::string, CUfunction> functions_;  // by their name with the prefix
+  std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
 };
 
 std::mutex kernels_mutex;
