@@ -15,7 +15,16 @@ from .codecs import Codec, ProductCodec
 from .codecs.presets import DEFAULT, codec
 from .codecs.transforms import SmoothedHadamard
 
-METHODS = ("vecinfer", "turboquant", "turboquant-prod", "turboquant-rvq", "qjl", "centred", "none")
+METHODS = (
+    "vecinfer",
+    "turboquant",
+    "turboquant-prod",
+    "turboquant-rvq",
+    "qjl",
+    "centred",
+    "trellis",
+    "none",
+)
 
 
 @dataclass(frozen=True)
