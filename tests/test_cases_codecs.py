@@ -27,7 +27,7 @@ DIMS = (64, 72, 80, 96, 112, 128, 192, 256, 512, 576)
 SIDES = ("key", "value")
 SCALAR = {1: 0.3615, 2: 0.1160, 3: 0.0340, 4: 0.0093}
 MATCHED = {2: 0.119, 3: 0.0345, 4: 0.0095}
-TRELLIS = {1: 0.310, 2: 0.0765, 3: 0.0205, 4: 0.0058}
+TRELLIS = {1: 0.270, 2: 0.0705, 3: 0.0193, 4: 0.0054}  # of 64 values; up to 1.11 times for more
 RESIDUAL = {2: 0.1160, 4: 0.0100}
 PROD = {2: 0.205, 3: 0.066, 4: 0.019}
 QJL = {1: 0.567, 2: 0.283, 4: 0.142}
@@ -320,16 +320,16 @@ def test_t29_keys_and_values_of_different_bits(rng, tmp_path, monkeypatch, metho
     kv, more = tokens(rng, n), tokens(rng, n)
     q = mx.array(normal(rng, 1, 4, n, WIDTH))
     outputs, states = {}, {}
-    more = 1 if method == "trellis" else 0  # a trellis starts with 8 bits
+    first = 1 if method == "trellis" else 0  # a trellis starts with 8 bits
     for bits in PAIRS:
         cache = of_bits(*bits, config, method)
         feed(cache, kv, [n])
         assert cache.coded_tokens > 0
         for b, body in zip(bits, cache._bodies, strict=True):
-            assert body["codes"].shape[-1] == WIDTH * b // 8 + more
+            assert body["codes"].shape[-1] == WIDTH * b // 8 + first
             assert body["codes"].dtype == mx.uint8
         extra = 0 if method == "turboquant" else (WIDTH + 2) / config.block
-        assert cache.bytes_per_token == 2 * (WIDTH * sum(bits) / 8 + 2 * (2 + more) + extra)
+        assert cache.bytes_per_token == 2 * (WIDTH * sum(bits) / 8 + 2 * (2 + first) + extra)
         states[bits] = saved_and_loaded(cache, tmp_path / "c.safetensors", monkeypatch)
         pair = cache.key_codec, cache.value_codec
         again = CompressedKVCache.from_state(states[bits], *pair)
