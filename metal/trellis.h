@@ -67,18 +67,20 @@ METAL_FUNC uint trellis_predecessors(thread const float* cost, threadgroup float
 }
 
 template <int B, int DMAX>
-kernel void trellis_encode(
-    device const float* x [[buffer(0)]], device const float* table [[buffer(1)]],
-    device uchar* codes [[buffer(2)]], device bfloat* scales [[buffer(3)]],
-    constant TrellisParams& p [[buffer(4)]], uint3 tgid [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint sg [[simdgroup_index_in_threadgroup]]) {
+kernel void trellis_encode(device const float* x [[buffer(0)]],
+                           device const float* table [[buffer(1)]],
+                           device uchar* codes [[buffer(2)]], device bfloat* scales [[buffer(3)]],
+                           constant TrellisParams& p [[buffer(4)]],
+                           uint3 tgid [[threadgroup_position_in_grid]],
+                           uint tid [[thread_index_in_threadgroup]],
+                           uint lane [[thread_index_in_simdgroup]],
+                           uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int SIMDS = TRELLIS_SIMDGROUPS(DMAX), GROUPS = TRELLIS_STATES >> B;
   constexpr int WORDS = (DMAX + 7) / 8 * 32;
   threadgroup_array(float, values, SIMDS* DMAX);
   threadgroup_array(float, minima, SIMDS * 2 * GROUPS);  // of even and odd steps
-  threadgroup_array(uint, choices, SIMDS* WORDS);        // 4 bits of each lane and step
-  threadgroup_array(uchar, states, SIMDS* DMAX);
+  threadgroup_array(uint, choices, SIMDS * WORDS);       // 4 bits of each lane and step
+  threadgroup_array(uchar, states, SIMDS * DMAX);
   const long row = long(tgid.x) * SIMDS + sg;
   if (row >= p.rows)
     return;

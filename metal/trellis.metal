@@ -1,7 +1,7 @@
 #include "trellis.h"
 
 // Bits per value; widest row.
-#define TRELLIS(B)                                                  \
+#define TRELLIS(B)                                                     \
   instantiate_kernel(trellis_encode_##B##_128, trellis_encode, B, 128) \
   instantiate_kernel(trellis_encode_##B##_576, trellis_encode, B, 576)
 

@@ -3,6 +3,8 @@ executor, the trained tables, gradients and vmap."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,6 +70,31 @@ def test_same_bits_as_the_reference(rng, poison, bits, width):
         assert got[0].dtype == mx.uint8 and got[1].dtype == mx.bfloat16
         assert got[0].shape == (37, (bits * (width - 1) + 15) // 8) and got[1].shape == (37,)
         assert same(got, reference.trellis_encode(x, table, bits, scale=scale)), scale
+
+
+def test_same_bits_for_every_instruction_set(rng, tmp_path):
+    """Those that this machine has: a higher one than it has cannot be asked for."""
+    code = """if True:
+        import sys, mlx.core as mx
+        mx.set_default_device(mx.cpu)
+        from vqkv_ext import ops
+        kept = mx.load(sys.argv[1])
+        for bits in (1, 2, 3, 4):
+            codes, scales = ops.trellis_encode(kept["x"], kept["table"], bits)
+            assert mx.array_equal(codes, kept[f"codes{bits}"]), bits
+            assert mx.array_equal(scales, kept[f"scales{bits}"]), bits
+    """
+    kept = {"x": normal(rng, 40, 70), "table": table_of(rng)}
+    for bits in BITS:
+        codes, scales = ops.trellis_encode(kept["x"], kept["table"], bits)
+        kept |= {f"codes{bits}": codes, f"scales{bits}": scales}
+    path = str(tmp_path / "kept.safetensors")
+    mx.save_safetensors(path, kept)
+    for isa in ("avx512", "avx2", "baseline"):
+        env = os.environ | {"VQKV_CPU_ISA": isa, "VQKV_EXECUTOR": ""}
+        command = [sys.executable, "-c", code, path]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (isa, done.stderr)
 
 
 @pytest.mark.sim
