@@ -1,224 +1,259 @@
 """Attention over compressed caches against the best that MLX and mlx-lm offer, decode and prefill.
 
-Every column of a row is measured in one run, in turns. Decode: one query token, against
-`mx.fast.scaled_dot_product_attention` on dense keys and values, and mlx-lm's own 4-bit cache.
-Prefill: a chunk of query tokens, against dense attention, and against decoding the codes and dense
-attention (what a cache without a kernel of its own has to do).
+All ways of a shape are measured in one run, in turns: `mx.fast.scaled_dot_product_attention` on
+dense keys and values, mlx-lm's own 4-bit cache, and for several queries also decoding the codes and
+then dense attention (what a cache without a kernel of its own has to do). The floor is the longer
+of two times: the bytes that a call must move at the bandwidth of a copy, and the operations of its
+two products at the rate of a large matrix product. A GPU keeps what fits its second-level cache
+from one call to the next, so that short contexts may go below the floor.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
+from itertools import groupby
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import quantized_scaled_dot_product_attention
-from mlx_lm.models.cache import QuantizedKVCache
+from attention_case import Call, Case, Shape, least_bytes
+from attention_targets import targets
+from report import (
+    COLORS,
+    LACKING,
+    MARKERS,
+    Results,
+    Row,
+    add_options,
+    check_options,
+    finish,
+    lacks,
+    make_console,
+    obtain,
+    on_gpu,
+    reason,
+    released,
+    say_lacking,
+)
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from timing import blas, copy_bandwidth, milliseconds
+from timing import blas, copy_bandwidth, matmul_rate, milliseconds
 
-from vqkv_ext import info, ops
-from vqkv_ext.cache import CompressedArray, CompressedKVCache
+from vqkv_ext import info
 from vqkv_ext.codecs import vecinfer
-from vqkv_ext.codecs.presets import codec
+from vqkv_ext.codecs.presets import PRESETS
 
-Handles = tuple[CompressedArray, CompressedArray]
-Call = Callable[[], mx.array]
-
-
-class Case:
-    """Random queries, keys and values, and caches that hold them."""
-
-    def __init__(self, args: argparse.Namespace, tokens: int, queries: int):
-        mx.random.seed(0)
-        self.args, self.tokens, self.queries = args, tokens, queries
-        self.scale = args.head_dim**-0.5
-        self.mask = "causal" if queries > 1 else None
-        self.k, self.v = (self._normal(args.kv_heads, tokens) for _ in "kv")
-        self.q = self._normal(args.heads, queries)
-        mx.eval(self.k, self.v, self.q)
-
-    def _normal(self, heads: int, tokens: int) -> mx.array:
-        x = mx.random.normal((self.args.batch, heads, tokens, self.args.head_dim))
-        return x.astype(getattr(mx, self.args.dtype))
-
-    def cache(self, preset: str) -> tuple[CompressedKVCache, Handles]:
-        """A cache of a preset with all tokens, and what attention reads."""
-        width = self.args.head_dim
-        if preset in vecinfer.PRESETS:
-            some = (x[0, :, :1000] for x in (self.k, self.v))
-            pair = vecinfer.fit(vecinfer.PRESETS[preset], *some, iterations=1)
-        else:
-            pair = codec(preset, width, "key"), codec(preset, width, "value")
-        cache = CompressedKVCache(*pair)
-        first = self.tokens - self.queries
-        for at in range(0, first, 2048):
-            cache.update_and_fetch(*(x[:, :, at : min(at + 2048, first)] for x in (self.k, self.v)))
-            mx.eval(cache.state)
-        handles = cache.update_and_fetch(*(x[:, :, first:] for x in (self.k, self.v)))
-        mx.eval(cache.state)
-        return cache, handles
-
-    def ours(self, handles: Handles) -> Call:
-        k, v = (h.packed for h in handles)
-        return lambda: ops.attention(self.q, k, v, scale=self.scale, mask=self.mask)
-
-    def dense(self, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(self.q, k, v, scale=self.scale, mask=self.mask)
-
-    def decoded(self, cache: CompressedKVCache, handles: Handles) -> Call:
-        """Decodes all codes, then attends to dense arrays."""
-
-        def one(i: int) -> mx.array:
-            whole = (self.k, self.v)[i]
-            layout, side = handles[i].packed.layout, (cache.key_codec, cache.value_codec)[i]
-            end = layout.sink_tokens + cache.coded_tokens
-            x = side.decode(cache._bodies[i])[:, :, : cache.coded_tokens].astype(whole.dtype)
-            return mx.concatenate([whole[:, :, : layout.sink_tokens], x, whole[:, :, end:]], 2)
-
-        return lambda: self.dense(one(0), one(1))
-
-    def mlx_lm_4bit(self) -> Call:
-        cache = QuantizedKVCache(group_size=64, bits=4)
-        quantized = cache.update_and_fetch(self.k, self.v)
-        mx.eval(quantized)
-        return lambda: quantized_scaled_dot_product_attention(
-            self.q, *quantized, scale=self.scale, mask=self.mask, group_size=64, bits=4
-        )
+GPU_SHAPES = (
+    *(f"32/8x128:{1 << n}" for n in range(12, 18)), "16/4x256:131072", "9/3x64:131072",
+    "8x32/8x128:32768", "32/8x128:2048x32768",
+)  # fmt: skip
+CPU_SHAPES = ("32/8x128:1024", "32/8x128:4096", "16/4x256:1024", "9/3x64:1024", "32/8x128:256x1024")
+CHOSEN = ("centred-4bit", "centred-2bit", "vecinfer-2bit",
+          *(p for p in PRESETS if p.startswith("trellis")))  # fmt: skip
+PREFILL_TOGETHER = 2  # calls in one eval: they are long, and some need gigabytes
 
 
-def held(handles: Handles) -> int:
-    """Bytes that attention reads, without tables."""
-    return sum(
-        h.packed.tail.nbytes + sum(a.nbytes for a in h.packed.body.arrays()) for h in handles
-    )
+def others(case: Case) -> tuple[dict[str, Call], dict[str, str]]:
+    """The ways that do not depend on the preset, and why one is not there."""
+    calls: dict[str, Call] = {"mlx": case.dense}
+    try:
+        calls["mlx_lm_4bit"] = case.mlx_lm_4bit()
+        mx.eval(calls["mlx_lm_4bit"]())
+    except LACKING as error:
+        calls.pop("mlx_lm_4bit", None)
+        return calls, {"mlx-lm 4 bit": reason(error)}
+    return calls, {}
 
 
-def decode(args: argparse.Namespace, tokens: int, table: Table) -> None:
-    case = Case(args, tokens, 1)
-    handles = {p: case.cache(p)[1] for p in args.presets}
-    calls = [lambda: case.dense(case.k, case.v), case.mlx_lm_4bit()]
-    calls += [case.ours(h) for h in handles.values()]
-    dense, quantized, *ours = milliseconds(*calls, rounds=args.rounds, together=args.together)
-    for i, (preset, t) in enumerate(zip(handles, ours, strict=True)):
-        table.add_row(
-            *((f"{tokens}", f"{dense:.3f}", f"{quantized:.3f}") if i == 0 else ("", "", "")),
-            preset,
-            f"{t:.3f}",
-            f"{dense / t:.2f}x",
-            f"{quantized / t:.1f}x",
-            f"{100 * held(handles[preset]) / args.bandwidth / (1e-3 * t):.0f} %",
-            f"{(case.k.nbytes + case.v.nbytes) / held(handles[preset]):.1f}x",
-        )
-    table.add_section()
-
-
-def prefill(args: argparse.Namespace, tokens: int, table: Table) -> None:
-    case = Case(args, tokens, args.queries)
-    for i, preset in enumerate(args.presets):
-        cache, handles = case.cache(preset)
-        calls = (
-            lambda: case.dense(case.k, case.v),
-            case.decoded(cache, handles),
-            case.ours(handles),
-        )
-        dense, decoded, ours = milliseconds(*calls, rounds=min(args.rounds, 3))
-        table.add_row(
-            f"{args.queries} x {tokens}" if i == 0 else "",
-            preset,
-            *(f"{t:.1f}" for t in (dense, decoded, ours)),
-            f"{dense / ours:.1f}x",
-            f"{decoded / ours:.1f}x",
-        )
-
-
-def peak(args: argparse.Namespace, preset: str) -> None:
-    """Prints by how many bytes one prefill call raises the peak of this process."""
-    case = Case(args, args.memory_tokens, args.queries)
-    call = case.ours(case.cache(preset)[1])
-    case.k = case.v = None
-    mx.clear_cache()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    reach = mx.zeros((before << 10) - mx.get_active_memory(), mx.uint8)  # up to the peak so far
-    mx.eval(reach)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mx.eval(call())
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
-
-
-def extra_memory(args: argparse.Namespace, preset: str) -> int:
-    """Bytes one prefill call needs beside its inputs, measured in a process of its own."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--peak", preset]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(out.splitlines()[-1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    presets = ["centred-4bit", "centred-2bit", "vecinfer-2bit"]
-    parser.add_argument("--presets", nargs="+", default=presets)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--queries", type=int, default=512, help="of a prefill chunk")
-    parser.add_argument("--prefill-tokens", type=int, nargs="*", default=[4096])
-    parser.add_argument("--memory-tokens", type=int, default=32768)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=9)
-    gpu = mx.default_device().type == mx.DeviceType.gpu
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--together", type=int, default=20 if gpu else 1, help="calls per eval")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.peak:
-        peak(args, args.peak)
-        return
-
-    args.bandwidth = copy_bandwidth()
-    shape = (
-        f"batch {args.batch}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}"
-    )
-    console = Console()
-    where = info()["executor"] if gpu else f"{info()['executor']}, {info()['cpu_isa']}, {blas()}"
-    console.print(
-        f"{shape}; {where}; milliseconds, {args.together} calls in one eval; floor: the cache's "
-        f"bytes at the {args.bandwidth / 1e9:.0f} GB/s of a copy"
-    )
-    table = Table(title="one query token", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("tokens", "mx.fast", "mlx-lm\n4 bit"):
-        table.add_column(column, justify="right")
-    table.add_column("preset", no_wrap=True)
-    for column in ("ours", "to\nmx.fast", "to\nmlx-lm", "of\nfloor", "bytes"):
-        table.add_column(column, justify="right")
-    for tokens in args.tokens:
-        decode(args, tokens, table)
-    console.print(table)
-    if not args.prefill_tokens:
-        return
-
-    table = Table(title="a chunk of the prompt", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("queries\nx tokens", justify="right")
-    table.add_column("preset", no_wrap=True)
-    for column in ("mx.fast", "decode,\nmx.fast", "ours", "to\nmx.fast", "to\ndecode"):
-        table.add_column(column, justify="right")
-    for tokens in args.prefill_tokens:
-        prefill(args, tokens, table)
-    console.print(table)
-    if gpu:
-        return  # the peak below is that of the process
-    dense = 2 * args.memory_tokens * args.kv_heads * args.head_dim * 4
+def measure_shape(shape: Shape, args: argparse.Namespace, machine: dict[str, Any]) -> list[Row]:
+    """A row per preset."""
+    case = Case(shape, getattr(mx, args.dtype))
+    calls, missing = others(case)
+    ready, floors = [], {}
     for preset in args.presets:
-        console.print(
-            f"{preset}: {args.queries} queries over {args.memory_tokens} tokens raise the peak by "
-            f"{extra_memory(args, preset) / 1e6:.0f} MB; decoded keys and values alone are "
-            f"{dense / 1e6:.0f} MB"
+        try:
+            cache, handles = case.cache(preset)
+        except LACKING as error:
+            missing[preset] = reason(error)
+            continue
+        call = case.ours(handles)
+        if why := lacks(call):
+            missing[preset] = why
+            continue
+        calls[preset] = call
+        ready.append(preset)
+        moved = least_bytes(case, cache, handles)
+        floors[preset] = (moved, 1e6 * moved / machine["bandwidth"])
+        if shape.queries > 1:
+            decoded = case.decoded(cache, handles)
+            if why := lacks(decoded):
+                missing[f"{preset} decoded"] = why
+            else:
+                calls[f"{preset} decoded"] = decoded
+    together = args.together if shape.queries == 1 else min(args.together, PREFILL_TOGETHER)
+    ms = milliseconds(*calls.values(), rounds=args.rounds, together=together)
+    us = {name: 1e3 * t for name, t in zip(calls, ms, strict=True)}
+    computing = 1e6 * shape.operations / machine["operations"]
+    rows = []
+    for preset in ready:
+        moved, moving = floors[preset]
+        rows.append(
+            {
+                "case": str(shape),
+                "family": shape.family,
+                "tokens": shape.tokens,
+                "queries": shape.queries,
+                "preset": preset,
+                "ours_us": us[preset],
+                "mlx_us": us["mlx"],
+                "mlx_lm_4bit_us": us.get("mlx_lm_4bit"),
+                "decoded_us": us.get(f"{preset} decoded"),
+                "floor_us": max(moving, computing),
+                "bound_by": "memory" if moving >= computing else "products",
+                "share": max(moving, computing) / us[preset],
+                "bytes": moved,
+                "fewer_bytes": (case.k.nbytes + case.v.nbytes + 2 * case.q.nbytes) / moved,
+                "not_there": missing,
+            }
         )
+    return rows
+
+
+def measure(args: argparse.Namespace, console: Console) -> Results:
+    machine = {
+        "bandwidth": copy_bandwidth(),
+        "operations": matmul_rate(getattr(mx, args.dtype)),
+        "dtype": args.dtype,
+        "together": args.together,
+    }
+    rows = []
+    for shape in args.shapes:
+        with console.status(str(shape)), released():
+            rows += measure_shape(shape, args, machine)
+    return {**machine, "where": where(), "rows": rows}
+
+
+def where() -> str:
+    details = [] if on_gpu() else [info()["cpu_isa"], blas()]
+    return ", ".join([info()["executor"], *details])
+
+
+def _number(us: float) -> str:
+    return f"{us:.1f}" if us < 1000 else f"{us:,.0f}"
+
+
+def _against(us: float | None, ours: float) -> str:
+    return "not there" if us is None else f"{_number(us)} ({us / ours:.2f}x)"
+
+
+def show(console: Console, results: Results) -> None:
+    console.print(
+        f"{results['where']}; {results['dtype']}; microseconds, {results['together']} calls in one "
+        f"eval ({PREFILL_TOGETHER} at most for several queries); copy "
+        f"{results['bandwidth'] / 1e9:,.0f} GB/s, matrix product "
+        f"{results['operations'] / 1e12:.2f} TFLOP/s",
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("shape", no_wrap=True)
+    table.add_column("preset", no_wrap=True)
+    for column in ("ours", "mx.fast", "mlx-lm 4 bit", "decode, mx.fast", "floor", "of it", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for case, rows in groupby(results["rows"], lambda row: row["case"]):
+        for i, row in enumerate(rows):
+            ours = row["ours_us"]
+            table.add_row(
+                case if i == 0 else "",
+                row["preset"],
+                _number(ours),
+                _against(row["mlx_us"], ours),
+                _against(row["mlx_lm_4bit_us"], ours),
+                "" if row["queries"] == 1 else _against(row["decoded_us"], ours),
+                _number(row["floor_us"]) + (" *" if row["bound_by"] == "products" else ""),
+                f"{100 * row['share']:.0f} %",
+                f"1/{row['fewer_bytes']:.1f}",
+            )
+        table.add_section()
+    console.print(table)
+    if any(row["bound_by"] == "products" for row in results["rows"]):
+        console.print("* of the matrix products; the other floors are of memory")
+    say_lacking(console, results["rows"])
+
+
+def curves(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """By family and preset the speed over mx.fast against the context, of one query token and
+    families with several contexts."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        if row["queries"] == 1:
+            line = found.setdefault(row["family"], {}).setdefault(row["preset"], [])
+            line.append((row["tokens"], row["mlx_us"] / row["ours_us"]))
+    return {
+        family: {preset: sorted(line) for preset, line in lines.items()}
+        for family, lines in found.items()
+        if max(map(len, lines.values())) > 1
+    }
+
+
+def drawing(results: Results) -> Callable[[Any], None]:
+    panels = curves(results["rows"])
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+        for axes, (family, lines) in zip(grid, panels.items(), strict=False):
+            for i, (preset, line) in enumerate(lines.items()):
+                axes.plot(*zip(*line, strict=True), label=preset, color=COLORS[i % len(COLORS)],
+                          marker=MARKERS[i % len(MARKERS)])  # fmt: skip
+            axes.axhline(1, color="#444444", linewidth=1)
+            axes.set_xscale("log", base=2)
+            ticks = sorted({tokens for line in lines.values() for tokens, _ in line})
+            axes.set_xticks(ticks, [f"{t:,}" for t in ticks])
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{family}, one query token")
+            axes.set_xlabel("context (tokens)")
+            axes.set_ylabel(f"times as fast as mx.fast ({results['dtype']})")
+            axes.grid(alpha=0.3)
+            axes.legend()
+
+    return draw
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    gpu = on_gpu()
+    shapes = GPU_SHAPES if gpu else CPU_SHAPES
+    parser.add_argument(
+        "--shapes", nargs="+", default=shapes, metavar="SHAPE",
+        help=f"[BATCHx]HEADS/KV_HEADSxHEAD_DIM:[QUERIESx]TOKENS (default: {' '.join(shapes)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--presets", nargs="+", default=CHOSEN, metavar="PRESET",
+        choices=(*PRESETS, *vecinfer.PRESETS), help=f"default: {' '.join(CHOSEN)}",
+    )  # fmt: skip
+    dtypes = ("float32", "float16", "bfloat16")
+    parser.add_argument("--dtype", default="float16" if gpu else "float32", choices=dtypes)
+    parser.add_argument("--rounds", type=int, default=7 if gpu else 3)
+    parser.add_argument("--together", type=int, default=20 if gpu else 1, help="calls per eval")
+    add_options(parser)
+    args = parser.parse_args(argv)
+    check_options(parser, args)
+    try:
+        args.shapes = [Shape.parse(text) for text in args.shapes]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, console = parse(argv), make_console()
+    results = obtain(args, lambda: measure(args, console))
+    show(console, results)
+    panels = len(curves(results["rows"]))
+    if args.plot is not None and not panels:
+        console.print("no picture: it needs a shape at several contexts")
+        args.plot = None
+    finish(console, args, targets(results["rows"]), drawing(results), (6.5 * max(1, panels), 4.2))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from vqkv_ext import info
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
 from vqkv_ext.codecs import Calibration, presets, vecinfer
 from vqkv_ext.codecs.calibration import ModelShape
-from vqkv_ext.evaluation import Quality, compare, stock_cache
+from vqkv_ext.evaluation import Quality, compare, quantized_caches, stock_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -67,8 +67,9 @@ def compressed(
     model: nn.Module, names: Sequence[str], fitted: Mapping[str, Calibration]
 ) -> dict[str, MakeCache]:
     """Makes mlx_lm's quantised caches and those of the presets."""
-    caches = {f"mlx-lm kv_bits={b}": partial(stock_cache, model, b) for b in (8, 4)}
-    return caches | {n: partial(make_prompt_cache, model, fitted.get(n, n)) for n in names}
+    return quantized_caches(model) | {
+        n: partial(make_prompt_cache, model, fitted.get(n, n)) for n in names
+    }
 
 
 def count_bytes(

@@ -41,7 +41,18 @@ def copy_bandwidth() -> float:
     gpu = mx.default_device().type == mx.DeviceType.gpu
     x = mx.zeros((1 << (28 if gpu else 24),), mx.float32)
     mx.eval(x)
-    return 2 * x.nbytes / (1e-3 * milliseconds(lambda: x + 1, rounds=5)[0])
+    together = 4 if gpu else 1
+    return 2 * x.nbytes / (1e-3 * milliseconds(lambda: x + 1, rounds=5, together=together)[0])
+
+
+def matmul_rate(dtype: mx.Dtype) -> float:
+    """Operations per second of a product of square matrices, of 8192 on a GPU, 1024 on a CPU."""
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    n = 8192 if gpu else 1024
+    a = mx.random.normal((n, n)).astype(dtype)
+    mx.eval(a)
+    together = 4 if gpu else 1
+    return 2 * n**3 / (1e-3 * milliseconds(lambda: a @ a, rounds=5, together=together)[0])
 
 
 def extra_bytes(call: Callable[[], mx.array]) -> int:

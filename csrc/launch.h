@@ -17,8 +17,9 @@ struct Launch {
   std::vector<mx::array> inputs;   // kernel buffers 0 .. n-1
   std::vector<mx::array> outputs;  // the next buffers; the params struct follows them
   std::vector<char> params;
-  std::array<uint32_t, 3> grid;  // threadgroups
-  uint32_t threads;              // per threadgroup, a multiple of 32
+  std::array<uint32_t, 3> grid;    // threadgroups
+  uint32_t threads;                // per threadgroup, a multiple of 32
+  uint32_t cuda_shared_bytes = 0;  // CUDA: shared memory besides the arrays of the kernel
 
   template <typename P>
   void set_params(const P& p) {
@@ -29,9 +30,17 @@ struct Launch {
 
 /** The dtype as kernel names spell it: "float16", "uint8". */
 inline std::string dtype_name(mx::Dtype t) {
+  if (t == mx::float16) {
+    return "float16";  // without the cost of a stream
+  }
   std::ostringstream out;
   out << t;
   return out.str();
+}
+
+/** Whether kernels may read vectors of 16 bytes from the array. */
+inline bool aligned(const mx::array& a) {
+  return a.offset() % 16 == 0;
 }
 
 /** Threadgroups along one axis; refuses what a grid cannot hold. */

@@ -16,19 +16,21 @@ ATTENTION(float16, half)
 ATTENTION(bfloat16, bfloat)
 
 // Width, values per code, query rows; threadgroups that a core should hold.
-#define MATRIX_ROWS(tname, T, D, CODE, GROUPS)                                                   \
-  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_8, ATTENTION_THREADS,      \
-                            GROUPS, attention_matrix, T, D, CODE, 1)                             \
-      instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_16, ATTENTION_THREADS, \
-                                2, attention_matrix, T, D, CODE, 2)
-#define MATRIX_CODES(tname, T, D, GROUPS) \
-  MATRIX_ROWS(tname, T, D, 2, GROUPS)     \
-  MATRIX_ROWS(tname, T, D, 4, GROUPS)     \
-  MATRIX_ROWS(tname, T, D, 8, GROUPS)
-#define MATRIX(tname, T)         \
-  MATRIX_CODES(tname, T, 64, 3)  \
-  MATRIX_CODES(tname, T, 128, 3) \
-  MATRIX_CODES(tname, T, 256, 2)
+#define MATRIX_ROWS(tname, T, D, CODE, ROWS, GROUPS)                                             \
+  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_##ROWS, ATTENTION_THREADS, \
+                            GROUPS, attention_matrix, T, D, CODE, ROWS)
+#define MATRIX_CODE(tname, T, D, CODE) \
+  MATRIX_ROWS(tname, T, D, CODE, 4, 3) \
+  MATRIX_ROWS(tname, T, D, CODE, 8, 2) \
+  MATRIX_ROWS(tname, T, D, CODE, 16, 2)
+#define MATRIX_CODES(tname, T, D) \
+  MATRIX_CODE(tname, T, D, 2)     \
+  MATRIX_CODE(tname, T, D, 4)     \
+  MATRIX_CODE(tname, T, D, 8)
+#define MATRIX(tname, T)      \
+  MATRIX_CODES(tname, T, 64)  \
+  MATRIX_CODES(tname, T, 128) \
+  MATRIX_CODES(tname, T, 256)
 
 MATRIX(float16, half)
 MATRIX(bfloat16, bfloat)

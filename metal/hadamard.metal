@@ -1,9 +1,10 @@
-#include "hadamard.h"
+#include "hadamard_quantize.h"
 
-#define HADAMARD(D, M)                                               \
-  instantiate_kernel(hadamard_##D, hadamard, D, M)                   \
-  instantiate_kernel(hadamard_quantize_##D, hadamard_quantize, D, M) \
-  instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M)
+#define HADAMARD(D, M)                                                                     \
+  instantiate_kernel(hadamard_##D, hadamard, D, M)                                         \
+  instantiate_kernel(hadamard_quantize_##D, hadamard_quantize, D, M, HADAMARD_LANES(D, M)) \
+  instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M,         \
+                     HADAMARD_LANES(D, M))
 
 HADAMARD(1, 1)
 HADAMARD(2, 1)

@@ -2,6 +2,7 @@
 // attention_matrix.h.
 #pragma once
 
+#include "attention.h"
 #include "params.h"
 #include "prelude.h"
 
@@ -28,20 +29,22 @@ METAL_FUNC bfloat2 matrix_pair(bfloat a, bfloat b) {
   return bfloat2(a, b);
 }
 
+struct MatrixTable {
+  threadgroup const uchar* rows;
+  uint at;  // of the lane's copy in a row
+};
+
 // Keys or values of a kv head: codes, or vectors of T.
 template <typename T>
 struct MatrixSide {
   device const uchar* codes;
-  threadgroup const uchar* table;  // the lane's copy, half
+  MatrixTable table;
   device const T* vectors;
 };
 
-// Copies of a table in threadgroup memory, so that lanes rarely want the same bank.
-#if THREADGROUP_MEMORY < 40000
-#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 ? 4 : 8)
-#else
-#define MATRIX_COPIES(DIMS) ((DIMS) == 8 ? 1 : (DIMS) == 4 ? 8 : 16)
-#endif
+// Rows of the tables of keys and values alternate in threadgroup memory. A table's half of a row
+// repeats it, so that lanes rarely want the same bank.
+#define MATRIX_COPIES(DIMS) (TABLE_ROW_BYTES / (4 * (DIMS)))
 
 // N bytes from an address that is a multiple of N, or of 16.
 template <int N>
@@ -68,19 +71,16 @@ METAL_FUNC void load_bytes(thread uint* words, device const uchar* at) {
   }
 }
 
-METAL_FUNC uint byte_of(thread const uint* words, int i) {
-  return metal::extract_bits(words[i / 4], 8u * uint(i % 4), 8u);
-}
-
-// Channels [4 i, 4 i + 4) of those whose codes are `words`; `table` begins with the lane's copy.
+// Channels [4 i, 4 i + 4) of those whose codes are `words`.
 template <int DIMS>
-METAL_FUNC half4 four_coded(thread const uint* words, threadgroup const uchar* table, int i) {
-  constexpr uint ROW = 2 * DIMS * MATRIX_COPIES(DIMS);  // bytes from one row of a copy to the next
+METAL_FUNC half4 four_coded(thread const uint* words, MatrixTable t, int i) {
   if (DIMS == 2)
-    return half4(*(threadgroup const half2*)(table + byte_of(words, 2 * i) * ROW),
-                 *(threadgroup const half2*)(table + byte_of(words, 2 * i + 1) * ROW));
+    return half4(
+        *(threadgroup const half2*)(t.rows + table_row(words[i / 2], 4 * i % 8 / 2, t.at)),
+        *(threadgroup const half2*)(t.rows + table_row(words[i / 2], 4 * i % 8 / 2 + 1, t.at)));
   constexpr int FOURS = DIMS >= 4 ? DIMS / 4 : 1;
-  return *(threadgroup const half4*)(table + byte_of(words, i / FOURS) * ROW + 8 * (i % FOURS));
+  const uint row = table_row(words[i / FOURS / 4], i / FOURS % 4, t.at);
+  return *(threadgroup const half4*)(t.rows + row + 8 * (i % FOURS));
 }
 
 template <bool CODED, int DIMS>
@@ -92,42 +92,72 @@ METAL_FUNC bfloat4 four_channels(thread const uint* words, MatrixSide<bfloat> s,
   return ((device const bfloat4*)(s.vectors + at))[i];
 }
 
-// The side from token `base` on.
-template <typename T, int D, int DIMS>
-METAL_FUNC MatrixSide<T> from_token(MatrixSide<T> s, long base) {
-  s.codes += base * (D / DIMS);
-  s.vectors += base * D;
-  return s;
-}
-
 // Codes a lane needs of the channels it takes of a key or value, in bytes and words.
-#define MATRIX_PAIRS (MATRIX_TOKENS / 16)
 #define MATRIX_BYTES(CODED, CHANNELS, DIMS) ((CODED) ? (CHANNELS) / (DIMS) : 4)
 #define MATRIX_WORDS(CODED, CHANNELS, DIMS) ((MATRIX_BYTES(CODED, CHANNELS, DIMS) + 3) / 4)
 
-// Codes of MATRIX_TOKENS tokens, loaded ahead of their use; tokens beyond `last` repeat it.
+// Token t of those that matrix row `row` stands for in the products: neighbours.
+METAL_FUNC int matrix_token(int row, int t) {
+  return MATRIX_TOKENS / 8 * row + t;
+}
+
+// Codes of MATRIX_TOKENS tokens, loaded ahead of their use.
 template <int D, int DIMS>
-METAL_FUNC void load_keys(thread uint* words, device const uchar* codes, int last, uint lane) {
+METAL_FUNC void load_keys(thread uint* words, device const uchar* codes, uint lane) {
   constexpr int BYTES = MATRIX_BYTES(true, D / 4, DIMS), WORDS = MATRIX_WORDS(true, D / 4, DIMS);
   const int row = int(matrix_row(lane)), quarter = int(matrix_column(lane)) / 2;
+  codes += matrix_token(row, 0) * (D / DIMS) + quarter * BYTES;
   UNROLL
-  for (int i = 0; i < 2 * MATRIX_PAIRS; i++) {
-    const int token = metal::min(8 * i + row, last);
-    load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + quarter * BYTES);
-  }
+  for (int t = 0; t < MATRIX_TOKENS / 8; t++)
+    load_bytes<BYTES>(words + t * WORDS, codes + t * (D / DIMS));
 }
 template <int D, int DIMS>
-METAL_FUNC void load_values(thread uint* words, device const uchar* codes, int last, uint lane) {
+METAL_FUNC void load_values(thread uint* words, device const uchar* codes, uint lane) {
   constexpr int BYTES = MATRIX_BYTES(true, D / 8, DIMS), WORDS = MATRIX_WORDS(true, D / 8, DIMS);
   const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
+  codes += matrix_token(column, 0) * (D / DIMS) + eighth * BYTES;
   UNROLL
-  for (int i = 0; i < 4 * MATRIX_PAIRS; i++) {
-    const int token = metal::min(16 * (i / 4) + i % 4 / 2 * 8 + column + i % 2, last);
-    load_bytes<BYTES>(words + i * WORDS, codes + token * (D / DIMS) + eighth * BYTES);
+  for (int i = 0; i < MATRIX_TOKENS / 4; i++)
+    load_bytes<BYTES>(words + i * WORDS, codes + matrix_token(i % 2, i / 2) * (D / DIMS));
+}
+
+// Scales of the tokens of a lane's row.
+METAL_FUNC void load_scales(thread float* scales, device const bfloat* at, bool aligned) {
+  if (aligned) {
+    const uint4 w = *(device const uint4*)at;
+    const uint words[4] = {w.x, w.y, w.z, w.w};
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      scales[2 * i] = as_type<float>(words[i] << 16);
+      scales[2 * i + 1] = as_type<float>(words[i] & 0xffff0000u);
+    }
+  } else {
+    UNROLL
+    for (int t = 0; t < MATRIX_TOKENS / 8; t++)
+      scales[t] = float(at[t]);
   }
 }
 
-// st[nb][t / 8] += products of tokens t with query rows; `words` are codes as loaded above.
+// Puts the values of both tables, rows of DIMS, into every copy of their rows.
+template <int DIMS>
+METAL_FUNC void fill_tables(threadgroup uchar* rows, device const float* keys,
+                            device const float* values, uint tid) {
+  constexpr int PARTS = TABLE_ROW_BYTES / 32;  // of 16 bytes, in a table's half of a row
+  for (int i = int(tid); i < 512; i += ATTENTION_THREADS) {
+    device const float* from = (i < 256 ? keys : values) + i % 256 * DIMS;
+    uint words[4];
+    UNROLL
+    for (int w = 0; w < 4; w++)
+      words[w] = as_type<uint>(half2(half(from[2 * w % DIMS]), half(from[2 * w % DIMS + 1])));
+    threadgroup uint4* to =
+        (threadgroup uint4*)(rows + i % 256 * TABLE_ROW_BYTES) + i / 256 * PARTS;
+    UNROLL
+    for (int part = 0; part < PARTS; part++)
+      to[(part + int(tid)) % PARTS] = uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// st[nb][t] += products of tokens (row, t) with query rows; `words` are codes as loaded above.
 template <typename T, bool CODED, int D, int DIMS, int NB>
 METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
                               thread const uint* words, MatrixSide<T> s, int last, uint lane) {
@@ -136,45 +166,51 @@ METAL_FUNC void matrix_scores(thread float2* st, thread const typename MatrixTyp
   UNROLL
   for (int k = 0; k < D / 16; k++) {
     UNROLL
-    for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
+    for (int t = 0; t < MATRIX_TOKENS / 8; t += 2) {
       typename MatrixTypes<T>::pair left[4];
       UNROLL
       for (int i = 0; i < 2; i++) {
-        const int at = metal::min(8 * (2 * pair + i) + row, last) * D + quarter * (D / 4);
+        const int at = metal::min(matrix_token(row, t + i), last) * D + quarter * (D / 4);
         const typename MatrixTypes<T>::four x =
-            four_channels<CODED, DIMS>(words + (2 * pair + i) * (CODED ? WORDS : 0), s, at, k);
+            four_channels<CODED, DIMS>(words + (t + i) * (CODED ? WORDS : 0), s, at, k);
         left[2 * i] = matrix_pair(x.x, x.y);
         left[2 * i + 1] = matrix_pair(x.z, x.w);
       }
       UNROLL
       for (int nb = 0; nb < NB; nb++)
-        matrix_multiply_add(st + nb * (MATRIX_TOKENS / 8) + 2 * pair, left,
-                            qf + (nb * (D / 16) + k) * 2);
+        matrix_multiply_add(st + nb * (MATRIX_TOKENS / 8) + t, left, qf + (nb * (D / 16) + k) * 2);
     }
   }
 }
 
-// ot[nb][channel / 8 of a lane's order] += values of the tokens, weighted by pt.
+// Channels [4 i, 4 i + 4) of the lane's eighth of value token (column + j % 2, j / 2).
+template <typename T, bool CODED, int D, int DIMS>
+METAL_FUNC typename MatrixTypes<T>::four value_channels(thread const uint* words, MatrixSide<T> s,
+                                                        int last, int j, int i, uint lane) {
+  constexpr int WORDS = MATRIX_WORDS(CODED, D / 8, DIMS);
+  const int slot = matrix_token(int(matrix_column(lane)) + j % 2, j / 2);
+  const int at = metal::min(slot, last) * D + int(matrix_row(lane)) * (D / 8);
+  typename MatrixTypes<T>::four x =
+      four_channels<CODED, DIMS>(words + j * (CODED ? WORDS : 0), s, at, i);
+  if (!CODED && slot > last)  // what lies there may be NaN, and 0 * NaN is not 0
+    x = typename MatrixTypes<T>::four(T(0.0f));
+  return x;
+}
+
+// out[nb][channel of the lane's eighth] += values of the tokens, weighted by pt.
 template <typename T, bool CODED, int D, int DIMS, int NB>
-METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTypes<T>::pair* pt,
+METAL_FUNC void matrix_values(thread float2* out, thread const typename MatrixTypes<T>::pair* pt,
                               thread const uint* words, MatrixSide<T> s, int last, uint lane) {
   typedef typename MatrixTypes<T>::pair Pair;
   typedef typename MatrixTypes<T>::four Four;
-  constexpr int WORDS = MATRIX_WORDS(CODED, D / 8, DIMS);
-  const int eighth = int(matrix_row(lane)), column = int(matrix_column(lane));
   UNROLL
-  for (int pair = 0; pair < MATRIX_PAIRS; pair++) {
+  for (int t = 0; t < MATRIX_TOKENS / 8; t += 2) {
     UNROLL
     for (int i = 0; i < D / 32; i++) {
       Four x[4];
       UNROLL
-      for (int j = 0; j < 4; j++) {
-        const int slot = 16 * pair + j / 2 * 8 + column + j % 2;
-        const int at = metal::min(slot, last) * D + eighth * (D / 8);
-        x[j] = four_channels<CODED, DIMS>(words + (4 * pair + j) * (CODED ? WORDS : 0), s, at, i);
-        if (!CODED && slot > last)
-          x[j] = Four(T(0.0f));  // what lies there may be NaN, and 0 * NaN is not 0
-      }
+      for (int j = 0; j < 4; j++)
+        x[j] = value_channels<T, CODED, D, DIMS>(words, s, last, 2 * t + j, i, lane);
       UNROLL
       for (int h = 0; h < 2; h++) {
         Pair left[4];
@@ -184,9 +220,31 @@ METAL_FUNC void matrix_values(thread float2* ot, thread const typename MatrixTyp
         left[3] = h == 0 ? matrix_pair(x[2].y, x[3].y) : matrix_pair(x[2].w, x[3].w);
         UNROLL
         for (int nb = 0; nb < NB; nb++)
-          matrix_multiply_add(ot + nb * (D / 8) + 4 * i + 2 * h, left,
-                              pt + (nb * MATRIX_PAIRS + pair) * 2);
+          matrix_multiply_add(out + nb * (D / 8) + 4 * i + 2 * h, left,
+                              pt + nb * (MATRIX_TOKENS / 8) + t);
       }
+    }
+  }
+}
+
+// The same for four query rows, which leave half of the columns free: channels are taken in pairs,
+// as they are decoded, and pt has the weights of a row in the two columns of a pair.
+template <typename T, bool CODED, int D, int DIMS>
+METAL_FUNC void paired_values(thread float2* out, thread const typename MatrixTypes<T>::pair* pt,
+                              thread const uint* words, MatrixSide<T> s, int last, uint lane) {
+  UNROLL
+  for (int t = 0; t < MATRIX_TOKENS / 8; t++) {
+    UNROLL
+    for (int i = 0; i < D / 32; i++) {
+      typename MatrixTypes<T>::pair left[4];
+      UNROLL
+      for (int j = 0; j < 2; j++) {
+        const typename MatrixTypes<T>::four x =
+            value_channels<T, CODED, D, DIMS>(words, s, last, 2 * t + j, i, lane);
+        left[j] = matrix_pair(x.x, x.y);
+        left[2 + j] = matrix_pair(x.z, x.w);
+      }
+      matrix_multiply_add(out + 2 * i, left, pt + 2 * t);
     }
   }
 }

@@ -79,6 +79,7 @@ struct ScalarParams {
   long n;
   long bytes;
   int bits;
+  int wide;  // 1: one row of at most 4 bits per entry, read and written 16 entries at a time
 };
 
 // Vectors [rows, dims] and a sketch [channels, dims].
@@ -122,6 +123,7 @@ struct HadamardQuantizeParams {
   int kind;     // HadamardScale
   int block;    // rows that share a centre which is computed, or 0
   int frozen;   // 1: the centre of every sequence is given
+  int wide;     // 1: rows of x, signs and centres begin on multiples of 16 bytes, if D is one of 32
   float scale;  // 1 / sqrt(D)
   float root;   // sqrt(D)
   float share;  // 1 / block

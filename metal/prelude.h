@@ -8,11 +8,17 @@
 //   instantiate_kernel_groups(name, threads, groups, func, args...)   the same, to be compiled so
 //     that a core holds `groups` threadgroups, where the compiler can be told
 //   UNROLL                                    the loop that follows, where that makes it faster
-//   THREADGROUP_MEMORY                        bytes that a threadgroup may have
+//   threadgroup_tables(name);                 256 rows of TABLE_ROW_BYTES bytes, as for an array
+//   table_row(word, i, at)                    the offset of row `byte i of word` of them, plus `at`
 //
 // Matrices of 8 x 8 of a simdgroup: a lane holds the elements (matrix_row(lane),
-// matrix_column(lane)) and the next one of that row as a pair, half2, bfloat2 or float2.
+// matrix_column(lane)) and the next one of that row as a pair, half2, bfloat2 or float2;
+// matrix_lane(row, column) is that lane.
 //   matrix_right(b)                what stands on the right of a product, as the next takes it
+//   matrix_right_paired(b, x, lane)   from x, element (row, column / 2): right matrices whose
+//   element
+//     (2 i + e, 2 c + e) is that of row 2 i (b[0]) or 2 i + 1 (b[1]) and column c; others are 0
+//   matrix_from_row(x, row, lane)   what the lane of that row and the same column has
 //   matrix_multiply_add(c, a, b)   c[i] += a[2 i] b[0] + a[2 i + 1] b[1] for i = 0, 1
 //   matrix_sum_rows(x), matrix_max_rows(x)   over the lanes of equal column
 //
@@ -34,15 +40,18 @@
 
 using namespace metal;
 
-#include "simdgroup_matrix.h"
-
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
-#define THREADGROUP_MEMORY 32768
+#define TABLE_ROW_BYTES 64
+#define threadgroup_tables(name)                                 \
+  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+  threadgroup uchar* name = (threadgroup uchar*)name##_memory
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define instantiate_kernel(name, func, ...) \
   template [[host_name(#name)]] [[kernel]] decltype(func<__VA_ARGS__>) func<__VA_ARGS__>;
+
+#include "simdgroup_matrix.h"
 
 #elif defined(MSL_CHECK)
 #include "compat/check.h"

@@ -8,9 +8,23 @@ METAL_FUNC uint matrix_row(uint lane) {
 METAL_FUNC uint matrix_column(uint lane) {
   return ((lane >> 1) & 4u) + ((lane & 1u) << 1);
 }
+METAL_FUNC uint matrix_lane(uint row, uint column) {
+  return ((row & 4u) << 2) | ((row & 3u) << 1) | ((column & 4u) << 1) | ((column >> 1) & 1u);
+}
 template <typename Pair>
 METAL_FUNC Pair matrix_right(Pair b) {
   return b;
+}
+template <typename T>
+METAL_FUNC void matrix_right_paired(thread metal::vec<T, 2>* b, float x, uint lane) {
+  const float other = metal::simd_shuffle_xor(x, ushort(2));
+  const bool odd = (lane & 2u) != 0;
+  const T first = T(odd ? other : x), second = T(odd ? x : other), zero = T(0.0f);
+  b[0] = odd ? metal::vec<T, 2>(zero, first) : metal::vec<T, 2>(first, zero);
+  b[1] = odd ? metal::vec<T, 2>(zero, second) : metal::vec<T, 2>(second, zero);
+}
+METAL_FUNC float matrix_from_row(float x, uint row, uint lane) {
+  return metal::simd_shuffle(x, ushort(matrix_lane(row, matrix_column(lane))));
 }
 template <typename T>
 METAL_FUNC void matrix_multiply_add(thread float2* c, thread const metal::vec<T, 2>* a,
@@ -26,6 +40,9 @@ METAL_FUNC void matrix_multiply_add(thread float2* c, thread const metal::vec<T,
     }
     c[i] = reinterpret_cast<thread float2&>(sum.thread_elements());
   }
+}
+METAL_FUNC uint table_row(uint word, int i, uint at) {
+  return metal::extract_bits(word, 8u * uint(i), 8u) * TABLE_ROW_BYTES + at;
 }
 METAL_FUNC float matrix_sum_rows(float x) {
   x += metal::simd_shuffle_xor(x, ushort(2));

@@ -76,3 +76,11 @@ def one_blas_thread():
         blas.openblas_set_num_threads(threads)
         return
     yield
+
+
+@pytest.fixture(scope="module")
+def no_compile():
+    """mx.compile on the CPU calls a C++ compiler, which takes seconds for a model."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

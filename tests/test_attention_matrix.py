@@ -46,10 +46,11 @@ def ran(spec: Spec, dims: int, rows: int) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dims", CODES)
 def test_every_size(dims, width, dtype):
-    """One tile of 8 rows for each head, several of 16, and rows that do not fill the last."""
-    spec = spec_of(dims, width, dtype=dtype)
-    check(build(spec), scale=spec.scale, mask="causal", sinks=sinks_of(spec))
-    ran(spec, dims, 8)
+    """A tile of 4 or 8 rows for each head, several of 16, and rows that do not fill the last."""
+    for heads, rows in (((6, 2), 4), ((14, 2), 8)):
+        spec = spec_of(dims, width, dtype=dtype, heads=heads)
+        check(build(spec), scale=spec.scale, mask="causal", sinks=sinks_of(spec))
+        ran(spec, dims, rows)
     spec = replace(spec, queries=5, lengths=(333, 200), coded=(256, 128), grace=(0, 64))
     check(build(spec), scale=spec.scale, mask="causal")
     ran(spec, dims, 16)
@@ -67,8 +68,9 @@ def test_every_size(dims, width, dtype):
     ],
 )
 def test_lengths(lengths, coded, grace, mask):
-    for queries in (1, 3):
-        spec = spec_of(4, 64, lengths=lengths, coded=coded, grace=grace, queries=queries)
+    for heads, queries in (((8, 2), 1), ((14, 2), 1), ((14, 2), 3)):
+        changes = {"lengths": lengths, "coded": coded, "grace": grace, "queries": queries}
+        spec = spec_of(4, 64, heads=heads, **changes)
         check(build(spec), scale=spec.scale, mask=mask, sinks=sinks_of(spec))
 
 
@@ -77,31 +79,37 @@ def test_lengths(lengths, coded, grace, mask):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_magnitudes(dtype, sharp):
     """Products go through 16 bits: scales of values, and rows of queries, are kept near 1 there."""
-    for dims in (2, 8):
-        spec = spec_of(dims, 128, dtype=dtype, sharp=sharp, queries=2)
+    for dims, heads in ((2, (2, 1)), (8, (14, 2))):
+        spec = spec_of(dims, 128, dtype=dtype, sharp=sharp, queries=2, heads=heads)
         check(build(spec), scale=min(1.0, 1 / sharp) * spec.scale, mask="causal")
 
 
 @pytest.mark.sim
 def test_scales_that_grow_from_token_to_token():
     """The unit in which outputs are counted follows the largest scale seen so far."""
-    spec = spec_of(4, 64, value="turboquant-2bit", key="turboquant-2bit", lengths=(900, 500))
-    spec = replace(spec, coded=(800, 400), grace=(0, 0))
-    case = build(spec)
+    for heads in ((8, 2), (14, 2)):
+        changes = {"lengths": (900, 500), "coded": (800, 400), "grace": (0, 0), "heads": heads}
+        spec = spec_of(4, 64, value="turboquant-2bit", key="turboquant-2bit", **changes)
+        check_grown(build(spec), spec.scale)
+
+
+def check_grown(case, scale):
     body = case.values.body
     steps = mx.exp(mx.linspace(-12, 3, body.scales.shape[-1]))
     for factor in (steps, steps[::-1]):
         scales = (body.scales.astype(mx.float32) * factor).astype(mx.bfloat16)
         grown = replace(case.values, body=replace(body, scales=scales))
-        check(replace(case, values=grown), scale=spec.scale, mask="causal")
+        check(replace(case, values=grown), scale=scale, mask="causal")
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("block", [64, 128, 48])
 def test_blocks_of_centres(block):
     """Steps of 64 tokens must not straddle two centres: other blocks take the general kernel."""
-    spec = spec_of(4, 64, block=block, lengths=(700, 300), coded=(576, 192), grace=(0, 0))
-    check(build(spec), scale=spec.scale, mask="causal")
+    for heads in ((8, 2), (14, 2)):
+        changes = {"lengths": (700, 300), "coded": (576, 192), "grace": (0, 0), "heads": heads}
+        spec = spec_of(4, 64, block=block, **changes)
+        check(build(spec), scale=spec.scale, mask="causal")
 
 
 @pytest.mark.sim
@@ -119,3 +127,15 @@ def test_what_it_leaves_to_the_general_kernel():
     spec = spec_of(4, 64)
     mask = mx.zeros((1, 14, 1, 500), mx.float16)
     check(build(spec), scale=spec.scale, mask=mask)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("block", [7, 8, 20])
+def test_arrays_that_end_within_a_step(block):
+    """Steps read 64 tokens that exist: the last one begins earlier, and its scales at any token."""
+    for code in ("turboquant-2bit", "product-d4"):
+        for heads in ((8, 2), (14, 2)):
+            changes = {"lengths": (400, 130), "coded": (280, 60), "grace": (0, 0), "heads": heads}
+            spec = spec_of(4, 64, key=code, value=code, block=block, window=20, **changes)
+            check(build(spec), scale=spec.scale, mask="causal")
+            ran(spec, 4, 4 if heads == (8, 2) else 8)

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import cache as stock
-from mlx_lm.models import gpt_oss
 
-import tiny
 from oracle import DTYPES, f64
 from test_cache import codecs, decoded, feed, tokens
 from vqkv_ext import ops
-from vqkv_ext.adapters.mlx_lm import disable_attention, enable_attention, make_prompt_cache
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
 from vqkv_ext.codecs import presets
 from vqkv_ext.packed import coded_tokens
@@ -215,51 +211,6 @@ def test_t10_sinks(rng, which, queries, native):
         near(got[:, :, last], f.want("causal", sinks)[:, :, last])
         outs.append(got)
     assert mx.abs(outs[0]).max() > mx.abs(outs[1]).max() > mx.abs(outs[2]).max()
-
-
-def tiny_gpt_oss():
-    mx.random.seed(3)
-    args = gpt_oss.ModelArgs(
-        num_hidden_layers=4, num_local_experts=2, num_experts_per_tok=1, vocab_size=97,
-        hidden_size=32, intermediate_size=32, head_dim=64, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=8, rope_theta=10000,
-    )  # fmt: skip
-    model = gpt_oss.Model(args)
-    model.model.embed_tokens.weight = mx.random.normal((97, 32))
-    for layer in model.layers:
-        layer.self_attn.sinks = mx.linspace(-5, 5, 4)
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize(("config", "n"), [(tiny.SMALL, 12), (tiny.DEFAULT, 144)])
-def test_t10_gpt_oss(config, n):
-    """Case T10: sliding layers of window 8 in turn with full ones, and sinks; with 16-bit codes
-    equal to the stock caches, or refused before the first token."""
-    model = tiny_gpt_oss()
-    try:
-        cache = make_prompt_cache(model, "none", config=config)
-    except ValueError as e:
-        assert "[make_prompt_cache]" in str(e) and "RotatingKVCache" in str(e)
-        # the attention is none the worse for that
-        pair = [presets.codec("none", 64, side) for side in ("key", "value")]
-        cache = [
-            CompressedKVCache(*pair, config) if type(c) is stock.KVCache else c
-            for c in stock.make_prompt_cache(model)
-        ]
-        assert enable_attention(model)
-    ids = tiny.ids(n + 30)
-    chunks = [n] + [1] * 30
-    try:
-        got = tiny.run(model, cache, ids, chunks)
-    finally:
-        disable_attention(model)
-    want = tiny.run(model, stock.make_prompt_cache(model), ids, chunks)
-    compressed = [c for c in cache if isinstance(c, CompressedKVCache)]
-    assert len(compressed) == 2 and all(c.coded_tokens > 0 for c in compressed)
-    assert mx.abs(got - want).max() < 5e-3 * mx.abs(want).max()
 
 
 # ---- T30 ----

@@ -16,17 +16,19 @@ from mlx.utils import tree_flatten
 import tiny
 from vqkv_ext import cli, info
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
+from vqkv_ext.cli import common
 from vqkv_ext.codecs import Calibration
 
 FAST = ["--tokens", "300", "--iterations", "2"]
 
 
-def save_model(folder: Path) -> Path:
-    """``tiny.llama()`` and a tokenizer of its 97 characters, as mlx_lm.load wants them."""
+def save_model(folder: Path, model=None) -> Path:
+    """A llama, by default ``tiny.llama()``, and a tokenizer of its 97 characters, as mlx_lm.load
+    wants them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = tiny.llama()
+    model = model or tiny.llama()
     folder.mkdir(parents=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
@@ -96,7 +98,7 @@ def test_calibrate(model, tmp_path, capsys):
     # 2 layers, 2 heads, keys and values of 64 values at 2 bits; 2 bytes each in float16
     assert "2 layers" in out and "beyond the windows: 128 bytes; float16 takes 1,024 (8.0x)" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.safetensors", "text.txt"]
-    loaded, _ = cli._load_model(model)
+    loaded, _ = common.load_model(model)
     assert len(make_prompt_cache(loaded, target)) == 2
 
 
@@ -119,7 +121,7 @@ def test_standard_input_is_utf8(model, tmp_path, monkeypatch, capsys):
 
 
 def test_unusable_output_is_refused_before_the_work(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_read_text", lambda name: pytest.fail("work began"))
+    monkeypatch.setattr(cli.calibrate, "read_text", lambda name: pytest.fail("work began"))
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.safetensors").mkdir()
     text = tmp_path / "text.safetensors"

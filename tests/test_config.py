@@ -134,5 +134,5 @@ def test_bad_use(model, rng):
             KVCacheFactory.create(config)
     with pytest.raises(ValueError, match="head_dim must be the model's 64, but got 128"):
         KVCacheBuilder.for_model(model, KVCacheConfig(head_dim=128))
-    with pytest.raises(ValueError, match="per_layer must name layers 0 to 1"):
+    with pytest.raises(ValueError, match="must name layers that are compressed, 0, 1, but got 7"):
         KVCacheBuilder.for_model(model, KVCacheConfig(per_layer={7: {}}))

@@ -59,6 +59,26 @@ def test_block_centres(rng, poison, block):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_blocks_larger_than_a_threadgroup_holds(rng, width):
+    x = random(rng, (1, 2, 80, width), "float16") + random(rng, (width,))
+    check_codes(x, signs_of(rng, width), levels_of(4), 4, "matched", block=80)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_begin_anywhere(rng, dtype):
+    """GPU kernels read 16 bytes at a time where rows lie on multiples of them."""
+    for width in (32, 64, 128, 256, 512):
+        x = random(rng, (9 * width + 1,), dtype)[1:].reshape(1, 9, width)
+        signs = mx.array(rng.uniform(0.5, 2, width + 1).astype(np.float32))[1:]
+        check_codes(x, signs, levels_of(4), 4)
+        steps = mx.array(rng.integers(-127, 128, width + 1).astype(np.int8))[1:]
+        centres = steps.reshape(1, 1, width), mx.array([[0.02]]).astype(mx.bfloat16)
+        check_codes(x, signs, levels_of(3), 3, centres=centres)
+
+
+@pytest.mark.sim
 def test_given_centres(rng, poison):
     width, bits = 128, 4
     signs = signs_of(rng, width)

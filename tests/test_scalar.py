@@ -74,6 +74,24 @@ def test_long_rows_and_many_rows(rng, bits):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("bits", range(1, 5))
+def test_one_row_of_any_length_that_begins_anywhere(rng, poison, bits):
+    """GPU kernels take 16 entries at a time where they lie on a multiple of 16 bytes."""
+    for n in (7, 15, 16, 33, 16400):
+        for start in (0, 1, 16):
+            indices = random_indices(rng, (start + n,), bits)
+            want = pack(indices[start:], bits)
+            poison(want.size)
+            packed = ops.pack_bits(mx.array(indices)[start:], bits)
+            assert np.array_equal(np.array(packed), want)
+            before = rng.integers(0, 256, start).astype(np.uint8)
+            joined = mx.concatenate([mx.array(before), packed])
+            poison(n)
+            back = ops.unpack_bits(joined[start:], bits, n)
+            assert np.array_equal(np.array(back), indices[start:] & ((1 << bits) - 1))
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_quantize_and_dequantize(rng, poison, bits, dtype):

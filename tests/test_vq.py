@@ -99,6 +99,36 @@ def test_offset_data_keeps_its_precision(rng):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("dims", [2, 4, 8])
+def test_scores_decide_nothing_that_distances_would_not(rng, dims):
+    """The GPU kernels for these dims search by scores first; wide codes are those of distances."""
+
+    def normal(*shape):
+        return rng.standard_normal((*shape, dims)).astype(np.float32)
+
+    for rows in (1, 12, 256):
+        x, book = normal(500), normal(rows)
+        near = np.tile(normal(rows // 4 + 1), (4, 1))[:rows]
+        broken = book.copy()
+        broken[rows // 2], broken[rows // 3, 0] = np.nan, np.inf
+        for data, centroids in (
+            (x + 100, book + 100),
+            (np.round(2 * x) / 2, np.round(2 * book) / 2),  # ties
+            (x, near + np.float32(1e-7) * book),
+            (x * 1e-20, book * 1e-20),
+            (x * 1e18, book * 1e18),
+            (x, broken),
+        ):
+            data[3, 0], data[7, 1] = np.nan, np.inf
+            far = np.full((257, dims), np.inf, np.float32)
+            far[:rows] = centroids
+            codes = ops.quantize_vq(mx.array(data), mx.array(centroids))
+            wide = ops.quantize_vq(mx.array(data), mx.array(far))
+            assert codes.dtype == mx.uint8 and wide.dtype == mx.uint16
+            assert np.array_equal(np.array(codes), np.array(wide))
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("dims", [3, 4])
 def test_nan_and_inf_never_win(rng, dims):
     book = random(rng, (16, dims))

@@ -17,13 +17,22 @@ SMALL = CacheConfig(sink_tokens=2, window=8, block=8)
 DEFAULT = CacheConfig()
 
 
-def llama(head_dim: int = 64, *, heads: int = 4, kv_heads: int = 2, seed: int = 3):
-    """Two layers, hidden 32, vocabulary 97, float32, fixed weights."""
+def llama(
+    head_dim: int = 64,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 3,
+    layers: int = 2,
+    tied: bool = True,
+):
+    """Hidden 32, vocabulary 97, float32, fixed weights. With tied embeddings the most probable
+    token is the one just read; where generated tokens are compared, untie them."""
     mx.random.seed(seed)
     args = mlx_llama.ModelArgs(
-        model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=64,
+        model_type="llama", hidden_size=32, num_hidden_layers=layers, intermediate_size=64,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        rms_norm_eps=1e-5, vocab_size=97, rope_theta=10000, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, vocab_size=97, rope_theta=10000, tie_word_embeddings=tied,
     )  # fmt: skip
     model = mlx_llama.Model(args)
     # embeddings of the size of trained ones, so that attention is neither flat nor one-hot
@@ -54,5 +63,15 @@ def run(model, cache, tokens, chunks=None) -> mx.array:
         logits = model(mx.array(tokens[at : at + n])[None], cache=cache)
         mx.eval(logits, [c.state for c in cache])
         out.append(logits[0])
+        at += n
+    return mx.concatenate(out)
+
+
+def run_some(model, cache, tokens, chunks) -> mx.array:
+    """:func:`run` for lists of which some caches hold nothing."""
+    out, at = [], 0
+    for n in chunks:
+        out.append(model(mx.array(tokens[at : at + n])[None], cache=cache)[0])
+        mx.eval(out[-1], [c.state for c in cache if not c.empty()])
         at += n
     return mx.concatenate(out)

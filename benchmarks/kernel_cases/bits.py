@@ -86,6 +86,7 @@ def pack_bits(n: int, bits: int) -> Calls:
         lambda: ops.pack_bits(a, bits),
         [np_words, np_words_in_blocks, *([np_packbits] if bits == 1 else [])],
         [mx_words, compiled(mx_words)],
+        reads=(a,),
     )
 
 
@@ -153,4 +154,5 @@ def unpack_bits(n: int, bits: int) -> Calls:
         lambda: ops.unpack_bits(a, bits, n),
         [np_words_in_blocks, *([np_table] if bits == 2 else [])],
         [mx_words, compiled(mx_words)],
+        reads=(a,),
     )

@@ -19,11 +19,13 @@ BLOCK = 1024  # rows
 
 
 class _Vectors:
-    """About n values, and the transform as a matrix that multiplies with the signs too."""
+    """About n values of a dtype, and the transform as a matrix that multiplies with the signs
+    too. NumPy has the same values in float32."""
 
-    def __init__(self, n: int):
-        self.x = np.random.default_rng(0).standard_normal((rows(n), WIDTH), np.float32)
-        self.a, self.signs = mx.array(self.x), rotations.random_signs(WIDTH, seed=0)
+    def __init__(self, n: int, dtype: mx.Dtype = mx.float32):
+        x = np.random.default_rng(0).standard_normal((rows(n), WIDTH), np.float32)
+        self.a, self.signs = mx.array(x).astype(dtype), rotations.random_signs(WIDTH, seed=0)
+        self.x = np.array(self.a.astype(mx.float32))
         self.mx_matrix = self.signs[:, None] * mx.hadamard_transform(mx.eye(WIDTH), scale=UNIT)
         self.matrix = np.array(self.mx_matrix)
 
@@ -46,35 +48,43 @@ def hadamard(n: int) -> Calls:
         [np_matmul],
         [v.mx_transform, compiled(v.mx_transform), v.mx_matmul],
         tolerance=2e-6,
+        reads=(v.a, v.signs),
     )
 
 
 @op("hadamard_quantize, 4 bits")
-def hadamard_quantize(n: int) -> Calls:
+def hadamard_quantize(n: int, bits: int = 4, dtype: mx.Dtype = mx.float32) -> Calls:
     """With the scale of least squares. NumPy has no bfloat16 and keeps the scales in float32."""
-    v = _Vectors(n)
-    c = lloyd_max.sphere(4, WIDTH).astype(np.float32)
+    v = _Vectors(n, dtype)
+    c = lloyd_max.sphere(bits, WIDTH).astype(np.float32)
     bounds = np.float32(0.5) * (c[:-1] + c[1:])
-    quads = level_quads(c)
+    quads = level_quads(c) if bits == 4 else None
     book, mx_bounds = mx.array(c), mx.array(bounds)
-    mx_pairs = mx.array(level_pairs(c).view(np.uint64)[:, 0].copy())
+    mx_pairs = mx.array(level_pairs(c).view(np.uint64)[:, 0].copy()) if bits == 4 else None
 
     def np_count() -> tuple[np.ndarray, np.ndarray]:
-        packed = np.empty((len(v.x), WIDTH // 2), np.uint8)
+        packed = np.empty((len(v.x), WIDTH * bits // 8), np.uint8)
         scales = np.empty(len(v.x), np.float32)
         for s in blocks(len(v.x), BLOCK):
             y = v.x[s] @ v.matrix
             u = y / (np.sqrt(np.einsum("ij,ij->i", y, y)) * np.float32(UNIT))[:, None]
-            packed[s] = np_pack(np_nearest(u, bounds), 4).reshape(len(y), -1)
-            level = quads[packed[s].view(np.uint16)].view(np.float32)
+            index = np_nearest(u, bounds)
+            packed[s] = np_pack(index, bits).reshape(len(y), -1)
+            if quads is None:
+                level = c[index]
+            else:
+                level = quads[packed[s].view(np.uint16)].view(np.float32)
             scales[s] = np.einsum("ij,ij->i", y, level) / np.einsum("ij,ij->i", level, level)
         return packed, scales
 
     def mx_codes(y: mx.array, halve: bool = False) -> tuple[mx.array, mx.array]:
         u = y * (mx.rsqrt(y.square().sum(-1, keepdims=True)) / UNIT)
-        index = mx_bisect(u, mx_bounds, 4) if halve else mx_nearest(u, bounds.tolist())
-        packed = mx_pack(index, 4)
-        level = mx.take(mx_pairs, packed).view(mx.float32)
+        index = mx_bisect(u, mx_bounds, bits) if halve else mx_nearest(u, bounds.tolist())
+        packed = mx_pack(index, bits).reshape(len(v.x), -1)
+        if mx_pairs is None:
+            level = mx.take(book, index)
+        else:
+            level = mx.take(mx_pairs, packed).view(mx.float32)
         scales = (y * level).sum(-1) / level.square().sum(-1)
         return packed, scales.astype(mx.bfloat16)
 
@@ -88,9 +98,10 @@ def hadamard_quantize(n: int) -> Calls:
         return mx_codes(v.mx_matmul())
 
     return Calls(
-        lambda: ops.hadamard_quantize(v.a, v.signs, book, 4),
+        lambda: ops.hadamard_quantize(v.a, v.signs, book, bits),
         [np_count],
         [mx_count, compiled(mx_count), mx_halve, mx_matmul_count],
         agree=0.999,
         tolerance=2**-7,
+        reads=(v.a, v.signs, book),
     )

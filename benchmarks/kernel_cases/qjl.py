@@ -48,6 +48,7 @@ def qjl_encode(n: int) -> Calls:
         [mx_multiply, compiled(mx_multiply), mx_shift_sum],
         agree=0.999,
         tolerance=2**-7,
+        reads=(a, mx_sketch),
     )
 
 
@@ -113,4 +114,5 @@ def qjl_inner_product(n: int) -> Calls:
         [np_decode],
         [mx_decode, mx_shift, compiled(mx_shift), mx_quantized_matmul, mx_table],
         tolerance=2e-6,
+        reads=(mx_q, mx_sketch, mx_signs, mx_norms),
     )

@@ -18,13 +18,14 @@ Mlx = Callable[[], mx.array | tuple[mx.array, ...]]
 class Calls:
     """Ways to compute the same thing. `agree` is the least share of equal results (rounding may
     decide between centroids that are equally near, or the sign of a product near zero); floating
-    results are equal within `tolerance` times the largest."""
+    results are equal within `tolerance` times the largest. `reads` are the inputs of ours."""
 
     ours: Mlx
     numpy: list[Numpy]
     mlx: list[Mlx]
     agree: float = 1.0
     tolerance: float = 0.0
+    reads: tuple[mx.array, ...] = ()
 
 
 OPS: dict[str, Callable[[int], Calls]] = {}

@@ -81,6 +81,7 @@ def quantize_scalar(n: int, bits: int) -> Calls:
         lambda: ops.quantize_scalar(a, book, bits),
         [np_search, *([np_count] if few else [])],
         [mx_halve, *([mx_count, compiled(mx_count)] if few else [])],
+        reads=(a, book),
     )
 
 
@@ -103,5 +104,8 @@ def dequantize_scalar(n: int) -> Calls:
         return mx.take(mx_pairs, a).view(mx.float32)
 
     return Calls(
-        lambda: ops.dequantize_scalar(a, book, 4, n), [np_by_byte, np_by_two_bytes], [mx_by_byte]
+        lambda: ops.dequantize_scalar(a, book, 4, n),
+        [np_by_byte, np_by_two_bytes],
+        [mx_by_byte],
+        reads=(a, book),
     )

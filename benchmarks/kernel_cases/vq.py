@@ -11,6 +11,7 @@ from .registry import Calls, blocks, op
 
 ROWS, DIMS = 256, 4
 BLOCK = 4096  # vectors whose distances are held at a time
+GPU_BLOCK = 1 << 20  # the same on a GPU: a gigabyte
 
 
 class _Vectors:
@@ -25,6 +26,8 @@ class _Vectors:
         self.extended = np.concatenate([-self.book, self.half], axis=-1).T
         self.items = self.book.view(np.complex128)[:, 0].copy()  # a row as one item of 16 bytes
         self.a, self.mx_book, self.mx_half = map(mx.array, (self.x, self.book, self.half[:, 0]))
+        gpu = mx.default_device().type == mx.DeviceType.gpu
+        self.parts = blocks(len(self.x), GPU_BLOCK if gpu else BLOCK)
 
     def np_codes(self) -> np.ndarray:
         x = np.pad(self.x, [(0, 0), (0, 1)], constant_values=1)
@@ -34,14 +37,14 @@ class _Vectors:
     def mx_matmul(self) -> mx.array:
         parts = [
             mx.argmin(self.mx_half - self.a[s] @ self.mx_book.T, axis=-1).astype(mx.uint8)
-            for s in blocks(len(self.x), BLOCK)
+            for s in self.parts
         ]
         return mx.concatenate(parts)
 
     def mx_addmm(self) -> mx.array:
         parts = [
             mx.argmin(mx.addmm(self.mx_half, self.a[s], self.mx_book.T, alpha=-1), axis=-1)
-            for s in blocks(len(self.x), BLOCK)
+            for s in self.parts
         ]
         return mx.concatenate(parts).astype(mx.uint8)
 
@@ -54,6 +57,7 @@ def quantize_vq(n: int) -> Calls:
         [v.np_codes],
         [v.mx_matmul, v.mx_addmm],
         agree=0.999,
+        reads=(v.a, v.mx_book),
     )
 
 
@@ -75,6 +79,7 @@ def fake_quantize_vq(n: int) -> Calls:
         [np_rows],
         [mx_matmul_take, mx_addmm_take],
         agree=0.999,
+        reads=(v.a, v.mx_book),
     )
 
 
@@ -101,4 +106,5 @@ def dequantize_vq(n: int) -> Calls:
         lambda: ops.dequantize_vq(a[:, None], v.mx_book),
         [np_items, np_take],
         [mx_take, mx_take_pairs],
+        reads=(a, v.mx_book),
     )

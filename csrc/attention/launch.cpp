@@ -14,9 +14,13 @@ struct Variant {
 constexpr Variant kVariants[] = {{128, 16}, {256, 8}, {576, 4}};
 constexpr uint32_t kThreads = 128;
 
-// Enough threadgroups to fill a large GPU once (132 cores of 3), a second round would be mostly
-// empty; but never less than 256 tokens of work for one.
-constexpr int64_t kTargetGroups = 396, kTokensPerSlice = 256;
+// metal/matrix_tokens.h: tokens of a step, which are read together; metal/compat/cuda.h: tables.
+constexpr int kMatrixTokens = 64;
+constexpr uint32_t kCudaTables = 256 * 256;
+
+// Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
+// but never less than 256 tokens of work for one.
+constexpr int64_t kCores = 132, kTokensPerSlice = 256;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
@@ -44,11 +48,6 @@ bool in_bytes(const CodeParams& c, int width) {
          (c.dims == 2 || c.dims == 4 || c.dims == 8);
 }
 
-/** Vectors of 16 bytes are read where they lie. */
-bool aligned(const mx::array& a) {
-  return a.offset() % 16 == 0;
-}
-
 /** Whether the kernel for simdgroup matrices can do this call. */
 bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const int width = p.key_dim;
@@ -56,10 +55,11 @@ bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const bool equal =
       p.value_dim == width && in[kQueryCode].shape(3) == width && p.key.dims == p.value.dims;
   return in[kQuery].dtype() != mx::float32 && even && equal && in_bytes(p.key, width) &&
-         in_bytes(p.value, width) && p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
+         in_bytes(p.value, width) && (p.body == 0 || p.body >= kMatrixTokens) &&
+         p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
          (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
          aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
-         aligned(in[kKeyCentres]);
+         aligned(in[kKeyCentres]) && aligned(in[kKeyScales]) && aligned(in[kValueScales]);
 }
 
 }  // namespace
@@ -72,9 +72,11 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   const int64_t heads = int64_t(p.batch) * p.kv_heads;
 
   Launch first;
-  int rows_per_group;
+  int rows_per_group, groups_per_core = 3;
   if (fits_matrices(in, p)) {
-    rows_per_group = rows_of_head <= 8 ? 8 : 16;
+    rows_per_group = rows_of_head <= 4 ? 4 : rows_of_head <= 8 ? 8 : 16;
+    groups_per_core = rows_per_group == 4 && p.key_dim < 256 ? 3 : 2;
+    first.cuda_shared_bytes = kCudaTables;
     first.kernel = "attention_matrix_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" +
                    std::to_string(p.key.dims) + "_" + std::to_string(rows_per_group);
   } else {
@@ -85,8 +87,9 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
-  p.tail_splits = slices(p.tail, tiles * heads, kTargetGroups);
-  p.splits = slices(p.body, tiles * heads, kTargetGroups - p.tail_splits * tiles * heads);
+  const int64_t target = kCores * groups_per_core;
+  p.tail_splits = slices(p.tail, tiles * heads, target);
+  p.splits = slices(p.body, tiles * heads, target - p.tail_splits * tiles * heads);
   const int all = std::max(p.splits + p.tail_splits, 1);
   p.tail_splits = all - p.splits;
 
@@ -100,14 +103,14 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   first.threads = kThreads;
   first.set_params(p);
 
-  auto unused = [&](mx::Dtype t) { return temporary({1}, t, temporaries); };
   Launch merge;
   merge.kernel = "attention_merge_" + dtype_name(dtype);
   merge.inputs = {part, part_ml, in[kSinks], in[kValueDiagonal]};
+  // whole, or of codes and tail; part stands for what is not written
   if (p.separate) {
-    merge.outputs = {unused(dtype), out[0], out[1]};
+    merge.outputs = {part, out[0], out[1]};
   } else {
-    merge.outputs = {out[0], unused(mx::float32), unused(mx::float32)};
+    merge.outputs = {out[0], part, part};
   }
   merge.grid = {groups(rows, 1), 1, 1};
   merge.threads = kThreads;

@@ -70,10 +70,11 @@ mx::array contiguous_f32(const mx::array& a, mx::Stream s) {
   return contiguous(mx::astype(a, mx::float32, s), s);
 }
 
-void push_coded(std::vector<mx::array>& inputs, const Coded& c, mx::Stream s) {
-  auto codes = contiguous(c.codes, s);
-  auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : codes; };
-  inputs.push_back(codes);
+/** `none` takes the place of what there is not. */
+void push_coded(std::vector<mx::array>& inputs, const Coded& c, const mx::array& none,
+                mx::Stream s) {
+  auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : none; };
+  inputs.push_back(contiguous(c.codes, s));
   inputs.push_back(contiguous_f32(c.table, s));
   inputs.push_back(given(c.scales));
   inputs.push_back(given(c.centres));
@@ -215,15 +216,15 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
   const auto query = contiguous(q, s), rows_in_order = contiguous(layout, s);
   std::vector<mx::array> in{query, q_code_ || !o.key_diagonal ? contiguous_f32(q_code, s) : query,
                             rows_in_order, contiguous(k_tail, s), contiguous(v_tail, s)};
-  push_coded(in, keys, s);
+  in.reserve(kAttentionInputs);
+  push_coded(in, keys, rows_in_order, s);
   if (keys.pair) {
-    std::vector<mx::array> pair;
-    push_coded(pair, *keys.pair, s);
-    in.insert(in.end(), pair.begin(), pair.begin() + 3);
+    push_coded(in, *keys.pair, rows_in_order, s);
+    in.erase(in.end() - 2, in.end());  // it has no centres
   } else {
-    in.insert(in.end(), 3, in[kKeyCodes]);
+    in.insert(in.end(), 3, rows_in_order);
   }
-  push_coded(in, values, s);
+  push_coded(in, values, rows_in_order, s);
   in.push_back(o.mask ? four_axes(*o.mask, s) : rows_in_order);
   for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
     in.push_back(*a ? contiguous_f32(**a, s) : rows_in_order);

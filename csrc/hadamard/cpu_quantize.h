@@ -120,7 +120,7 @@ VQKV_INLINE bool finite(float x) {
   return (float_bits(x) & 0x7f800000) != 0x7f800000;
 }
 
-/** As hadamard_row_scale in metal/hadamard.h. */
+/** As hadamard_row_scale in metal/hadamard_quantize.h. */
 inline float row_scale(int kind, float norm2, float dot, float square, float root) {
   if (!finite(norm2)) {
     return bits_to_float(0x7fc00000);

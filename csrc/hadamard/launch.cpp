@@ -3,8 +3,18 @@
 
 namespace vqkv {
 namespace {
+
 constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
+
+/** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
+int64_t rows_of_simdgroup(int width) {
+  if (hadamard_order(width) > 1 || width < 32 || width > 512) {
+    return 1;
+  }
+  return width <= 128 ? 8 : 1024 / width;
 }
+
+}  // namespace
 
 std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
                                     const mx::array& out, bool inverse) {
@@ -25,6 +35,8 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   const bool frozen = in.size() > 3;
   const auto& x = in[0];
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
+  p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
+  const int64_t rows = code.block ? code.block : kSimdgroups * rows_of_simdgroup(x.shape(-1));
   Launch l;
   l.kernel = std::string(code.block ? "hadamard_quantize_blocks_" : "hadamard_quantize_") +
              std::to_string(x.shape(-1));
@@ -34,7 +46,7 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   }
   l.outputs = out;
   l.set_params(p);
-  l.grid = {groups(p.rows, code.block ? code.block : kSimdgroups), 1, 1};
+  l.grid = {groups(p.rows, rows), 1, 1};
   l.threads = 32 * kSimdgroups;
   return {l};
 }

@@ -4,17 +4,20 @@
 namespace vqkv {
 namespace {
 
-constexpr int64_t kThreads = 256, kPerThread = 8;  // as in metal/scalar.h
+constexpr int64_t kThreads = 256, kPerThread = 8, kOctets = 8;  // as in metal/scalar.h
 
+/** `octets` of them per thread. */
 std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
-                           const mx::array& output, const mx::Shape& entries, int bits) {
+                           const mx::array& output, const mx::Shape& entries, int bits,
+                           int64_t octets = 1) {
   auto p = scalar_params(entries, bits);
+  p.wide = p.rows == 1 && bits <= 4 && octets > 1 && aligned(inputs[0]);
   Launch l;
   l.kernel = std::move(kernel);
   l.inputs = std::move(inputs);
   l.outputs = {output};
   l.set_params(p);
-  l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), kThreads), 1, 1};
+  l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), octets * kThreads), 1, 1};
   l.threads = kThreads;
   return {l};
 }
@@ -23,13 +26,13 @@ std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
 
 std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
   return launch("pack_bits_" + dtype_name(indices.dtype()), {indices}, packed, indices.shape(),
-                bits);
+                bits, kOctets);
 }
 
 std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices,
                                        int bits) {
   return launch("unpack_bits_" + dtype_name(indices.dtype()), {packed}, indices, indices.shape(),
-                bits);
+                bits, kOctets);
 }
 
 std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,

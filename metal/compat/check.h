@@ -24,7 +24,10 @@ typedef __bf16 bfloat;
 #define METAL_FUNC inline __attribute__((always_inline))
 #define threadgroup_array(T, name, ...) static threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static constant constexpr T name[__VA_ARGS__]
-#define THREADGROUP_MEMORY 32768
+#define TABLE_ROW_BYTES 64
+#define threadgroup_tables(name)                                 \
+  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+  threadgroup uchar* name = (threadgroup uchar*)name##_memory
 #define UNROLL
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #ifdef MSL_CHECK_THREAD
@@ -220,8 +223,13 @@ MSL_SIMD_VECTORS(float)
 
 uint matrix_row(uint);
 uint matrix_column(uint);
+uint matrix_lane(uint, uint);
 half2 matrix_right(half2);
 bfloat2 matrix_right(bfloat2);
+void matrix_right_paired(thread half2*, float, uint);
+void matrix_right_paired(thread bfloat2*, float, uint);
+float matrix_from_row(float, uint, uint);
+uint table_row(uint, int, uint);
 void matrix_multiply_add(thread float2*, thread const half2*, thread const half2*);
 void matrix_multiply_add(thread float2*, thread const bfloat2*, thread const bfloat2*);
 float matrix_sum_rows(float);

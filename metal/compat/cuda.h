@@ -126,11 +126,25 @@ MSL_DEVICE uint matrix_row(uint lane) {
 MSL_DEVICE uint matrix_column(uint lane) {
   return (lane & 3u) << 1;
 }
+MSL_DEVICE uint matrix_lane(uint row, uint column) {
+  return row << 2 | column >> 1;
+}
 template <typename Pair>
 MSL_DEVICE Pair matrix_right(Pair b) {
   uint32_t word = bit_cast<uint32_t>(b);
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
   return bit_cast<Pair>(word);
+}
+template <typename T>
+MSL_DEVICE void matrix_right_paired(vec<T, 2>* b, float x, uint lane) {
+  uint32_t word = bit_cast<uint32_t>(vec<T, 2>(T(x), T(x)));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+  const bool odd = (lane & 4u) != 0;
+  b[0] = bit_cast<vec<T, 2>>(__byte_perm(word, 0, odd ? 0x1044 : 0x4410));
+  b[1] = bit_cast<vec<T, 2>>(__byte_perm(word, 0, odd ? 0x3244 : 0x4432));
+}
+MSL_DEVICE float matrix_from_row(float x, uint row, uint lane) {
+  return __shfl_sync(ALL_LANES, x, row << 2 | (lane & 3u));
 }
 #define MSL_MMA(T, TYPE)                                                                          \
   MSL_DEVICE void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) { \
@@ -145,6 +159,11 @@ MSL_DEVICE Pair matrix_right(Pair b) {
 MSL_MMA(half, "f16")
 MSL_MMA(bfloat, "bf16")
 #undef MSL_MMA
+// every lane its own bank
+#define TABLE_ROW_BYTES 256
+MSL_DEVICE uint table_row(uint word, int i, uint at) {
+  return __byte_perm(word, at, 0x5504u | i << 4);
+}
 MSL_DEVICE float matrix_sum_rows(float x) {
 #pragma unroll
   for (int h = 4; h <= 16; h *= 2)
@@ -162,18 +181,25 @@ MSL_DEVICE float matrix_max_rows(float x) {
 }  // namespace metal
 
 using metal::matrix_column;
+using metal::matrix_from_row;
+using metal::matrix_lane;
 using metal::matrix_max_rows;
 using metal::matrix_multiply_add;
 using metal::matrix_right;
+using metal::matrix_right_paired;
 using metal::matrix_row;
 using metal::matrix_sum_rows;
+using metal::table_row;
 
 #define kernel __device__ __forceinline__
 #define METAL_FUNC __device__ __forceinline__
 #define threadgroup_array(T, name, ...) __shared__ T name[__VA_ARGS__]
+// More than the 48 KiB that a kernel may have of its own accord: the host asks for it.
+#define threadgroup_tables(name)                     \
+  extern __shared__ uint4 vqkv_threadgroup_tables[]; \
+  uchar* name = reinterpret_cast<uchar*>(vqkv_threadgroup_tables)
 #define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
 
-#define THREADGROUP_MEMORY 49152
 #define UNROLL _Pragma("unroll")
 
 // Found by cuModuleGetFunction under the kernel's name with this prefix.

@@ -137,6 +137,8 @@ inline void simdgroup_barrier(mem_flags, MSL_SITE) {
   vqkv::sim::exchange("", 1, "simdgroup_barrier", site);
 }
 
+#define TABLE_ROW_BYTES 64
+
 // Elements lie as in Apple's GPUs.
 inline uint matrix_row(uint lane) {
   return ((lane >> 2) & 4u) + ((lane >> 1) & 3u);
@@ -144,15 +146,29 @@ inline uint matrix_row(uint lane) {
 inline uint matrix_column(uint lane) {
   return ((lane >> 1) & 4u) + ((lane & 1u) << 1);
 }
+inline uint matrix_lane(uint row, uint column) {
+  return ((row & 4u) << 2) | ((row & 3u) << 1) | ((column & 4u) << 1) | ((column >> 1) & 1u);
+}
 template <typename Pair>
 inline Pair matrix_right(Pair b) {
   return b;
 }
 template <typename T>
+inline void matrix_right_paired(vec<T, 2>* b, float x, uint lane, MSL_SITE) {
+  const float other = simd_shuffle_xor(x, ushort(2), site);
+  const bool odd = (lane & 2u) != 0;
+  const T first = T(odd ? other : x), second = T(odd ? x : other), zero = T(0.0f);
+  b[0] = odd ? vec<T, 2>(zero, first) : vec<T, 2>(first, zero);
+  b[1] = odd ? vec<T, 2>(zero, second) : vec<T, 2>(second, zero);
+}
+inline float matrix_from_row(float x, uint row, uint lane, MSL_SITE) {
+  return simd_shuffle(x, ushort(matrix_lane(row, matrix_column(lane))), site);
+}
+template <typename T>
 inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b,
                                 MSL_SITE) {
   auto element = [](const vqkv::sim::Exchange& e, uint matrix, uint row, uint column) {
-    const uint lane = (row >> 2 << 4) + ((row & 3) << 1) + (column >> 2 << 3) + (column >> 1 & 1);
+    const uint lane = matrix_lane(row, column);
     vec<T, 2> pair;
     memcpy(static_cast<void*>(&pair), e.posted[lane] + matrix * sizeof(pair), sizeof(pair));
     return float(pair[column & 1]);
@@ -175,6 +191,9 @@ inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<
     }
   }
 }
+inline uint table_row(uint word, int i, uint at) {
+  return (word >> 8 * i & 255u) * TABLE_ROW_BYTES + at;
+}
 inline float matrix_sum_rows(float x, MSL_SITE) {
   for (ushort h : {2, 4, 16}) {
     x += simd_shuffle_xor(x, h, site);
@@ -192,11 +211,15 @@ inline float matrix_max_rows(float x, MSL_SITE) {
 }  // namespace metal
 
 using metal::matrix_column;
+using metal::matrix_from_row;
+using metal::matrix_lane;
 using metal::matrix_max_rows;
 using metal::matrix_multiply_add;
 using metal::matrix_right;
+using metal::matrix_right_paired;
 using metal::matrix_row;
 using metal::matrix_sum_rows;
+using metal::table_row;
 
 #define kernel inline
 #define METAL_FUNC inline __attribute__((always_inline))
@@ -205,9 +228,11 @@ using metal::matrix_sum_rows;
   T(&name)                                         \
   [__VA_ARGS__] = *static_cast<T(*)[__VA_ARGS__]>( \
       vqkv::sim::threadgroup_memory(&key_of_##name, sizeof(T) * (__VA_ARGS__), alignof(T), #name))
+#define threadgroup_tables(name)                                 \
+  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+  threadgroup uchar* name = (threadgroup uchar*)name##_memory
 #define program_constant(T, name, ...) [[maybe_unused]] static constexpr T name[__VA_ARGS__]
 
-#define THREADGROUP_MEMORY 32768
 #define UNROLL
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define MSL_JOIN_(a, b) a##b

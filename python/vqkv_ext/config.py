@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +14,9 @@ from .cache import CacheConfig, CompressedKVCache
 from .codecs import Codec, ProductCodec
 from .codecs.presets import DEFAULT, codec
 from .codecs.transforms import SmoothedHadamard
+
+if TYPE_CHECKING:
+    from .adapters.layers import CacheSlot
 
 METHODS = (
     "vecinfer",
@@ -36,7 +39,7 @@ class KVCacheConfig:
 
     Attributes:
         key, value: Preset names or codecs, independent of each other.
-        sink_tokens, window, block, prefill: See :class:`vqkv_ext.cache.CacheConfig`.
+        sink_tokens, window, block, prefill, start: See :class:`vqkv_ext.cache.CacheConfig`.
         per_layer: Layer index to the fields that differ there, such as
             ``{0: {"key": "none", "value": "none"}}``.
         use_metal_kernels: See :func:`vqkv_ext.ops.native`.
@@ -59,6 +62,7 @@ class KVCacheConfig:
     per_layer: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     use_metal_kernels: bool | None = None
     prefill: Literal["coded", "dense"] = "coded"
+    start: int = 0
     method: str | None = None
     head_dim: int | None = None
     bits: int | None = None
@@ -95,7 +99,12 @@ class KVCacheConfig:
     def windows(self) -> CacheConfig:
         """The part that says which tokens stay uncompressed."""
         return CacheConfig(
-            self.sink_tokens, self.window, self.block, self.use_metal_kernels, self.prefill
+            self.sink_tokens,
+            self.window,
+            self.block,
+            self.use_metal_kernels,
+            self.prefill,
+            self.start,
         )
 
     def layer(self, index: int) -> KVCacheConfig:
@@ -173,32 +182,38 @@ class KVCacheBuilder:
     """Builds the caches of a model."""
 
     @staticmethod
-    def for_model(model: nn.Module, config: KVCacheConfig) -> list[CompressedKVCache]:
-        """One cache per layer of an mlx_lm model, to pass as ``prompt_cache``. Layers that
-        ``per_layer`` does not name share their codecs.
+    def for_model(model: nn.Module, config: KVCacheConfig) -> list[Any]:
+        """The caches of an mlx_lm model, to pass as ``prompt_cache``: its own list, with compressed
+        ones where its layers can read them. Layers of equal widths that ``per_layer`` does not name
+        share their codecs.
 
         Raises:
-            ValueError: The model cannot be served, or has another head dimension than the config.
+            ValueError: The model cannot be served, has another head dimension than the config, or
+                ``per_layer`` names layers that are not compressed.
         """
-        from .adapters.mlx_lm import enable_or_refuse, model_shape
+        from .adapters.layers import build, cache_slots
 
-        shape = model_shape(model)
-        if config.head_dim not in (None, shape.key_dim):
+        slots = cache_slots(model)
+        served = [slot for slot in slots if slot.reason is None]
+        dims = sorted({slot.key_dim for slot in served})
+        if config.head_dim is not None and dims != [config.head_dim]:
             raise ValueError(
-                f"[KVCacheBuilder] head_dim must be the model's {shape.key_dim}, but got "
-                f"{config.head_dim}."
+                f"[KVCacheBuilder] head_dim must be the model's {', '.join(map(str, dims))}, but "
+                f"got {config.head_dim}."
             )
-        unknown = [i for i in config.per_layer if not 0 <= i < shape.layers]
-        if unknown:
+        layers = {slot.layer for slot in served}
+        if unknown := sorted(set(config.per_layer) - layers):
             raise ValueError(
-                f"[KVCacheBuilder] per_layer must name layers 0 to {shape.layers - 1}, but got "
-                f"{unknown}."
+                "[KVCacheBuilder] per_layer must name layers that are compressed, "
+                f"{', '.join(map(str, sorted(layers)))}, but got {', '.join(map(str, unknown))}."
             )
-        caches, pairs = [], {}
-        for i in range(shape.layers):
-            layer, own = config.layer(i), i if i in config.per_layer else None
-            if own not in pairs:
-                pairs[own] = layer.codecs(shape.key_dim, shape.value_dim)
-            caches.append(CompressedKVCache(*pairs[own], layer.windows()))
-        enable_or_refuse(model)
-        return caches
+        pairs: dict[Any, tuple[Codec, Codec]] = {}
+
+        def make(slot: CacheSlot) -> CompressedKVCache:
+            layer, own = config.layer(slot.layer), slot.layer in config.per_layer
+            alike = (slot.place if own else None, slot.key_dim, slot.value_dim)
+            if alike not in pairs:
+                pairs[alike] = layer.codecs(slot.key_dim, slot.value_dim)
+            return CompressedKVCache(*pairs[alike], layer.windows())
+
+        return build(model, slots, make)

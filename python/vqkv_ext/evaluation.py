@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -158,6 +159,27 @@ def stock_cache(model: nn.Module, kv_bits: int | None = None, group_size: int = 
         c.to_quantized(group_size=group_size, bits=kv_bits) if hasattr(c, "to_quantized") else c
         for c in cache
     ]
+
+
+def quantized_caches(model: nn.Module) -> dict[str, MakeCache]:
+    """mlx_lm's own caches of 8 and 4 bits, by name, to compare compressed caches with.
+
+    The groups that share a scale are of mlx_lm's default 64 values, or of the 32 that MLX also has
+    where only these divide the head dimension. A model that mlx_lm cannot quantise the caches of
+    has none.
+    """
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
+    quantizable = [c for c in cache if hasattr(c, "to_quantized") and c.keys is not None]
+    widths = {x.shape[-1] for c in quantizable for x in (c.keys, c.values)}
+    group = next((g for g in (64, 32) if not any(w % g for w in widths)), None)
+    if group is None:
+        return {}
+    try:
+        stock_cache(model, 8, group)
+    except NotImplementedError:  # sliding windows
+        return {}
+    return {f"mlx-lm kv_bits={b}": partial(stock_cache, model, b, group) for b in (8, 4)}
 
 
 def cache_bytes(cache: Sequence[Any]) -> int:

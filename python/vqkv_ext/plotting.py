@@ -72,6 +72,59 @@ def plot_cache_bytes(
     return path
 
 
+def plot_quality(
+    points: Mapping[str, tuple[int, float]],
+    path: str | Path,
+    *,
+    title: str = "Divergence against KV cache memory",
+) -> Path:
+    """Draw how far the predictions of several caches are from the uncompressed ones, over their
+    bytes, and save a PNG.
+
+    Args:
+        points: for each cache the bytes held and the mean KL divergence in nats per token. A KL of
+            zero or less has no place on the logarithmic axis and is drawn at its lower end.
+        path: the PNG file to write; missing folders are made.
+        title: heading of the picture.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: nothing to draw.
+    """
+    if not points:
+        raise ValueError("[plot_quality] points must hold at least one cache, but got none")
+    matplotlib, figure_type = _matplotlib()
+    least = min((kl for _, kl in points.values() if kl > 0), default=1e-6)
+    with matplotlib.rc_context(_STYLE):
+        figure = figure_type(figsize=(8.4, 4.8), dpi=160, layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        for index, (name, (size, kl)) in enumerate(points.items()):
+            axes.plot(
+                [size / _MIB],
+                [max(kl, least / 2)],
+                label=name,
+                linestyle="none",
+                color=_COLORS[index % len(_COLORS)],
+                marker=_MARKERS[index // len(_COLORS) % len(_MARKERS)],
+            )
+        axes.set_title(title, loc="left", fontweight="bold", pad=12)
+        axes.set_xlabel("Cache size (MiB)")
+        axes.set_ylabel("KL divergence (nats per token)")
+        axes.set_yscale("log")
+        axes.set_xlim(left=0)
+        axes.grid(True, color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    return path
+
+
 def _draw(axes: Any, rows: Rows, title: str, log: bool) -> None:
     for index, (name, (lengths, sizes)) in enumerate(rows.items()):
         points = sorted(zip(lengths, sizes, strict=True))
@@ -102,8 +155,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "[plot_cache_bytes] matplotlib must be installed, but got none: "
-            "pip install 'vqkv-ext[plot]'"
+            "[plotting] matplotlib must be installed, but got none: pip install 'vqkv-ext[plot]'"
         ) from error
     return matplotlib, Figure
 

@@ -10,6 +10,7 @@ from mlx_lm.models import cache as stock
 
 from ..codecs import Calibration, LayerCodecs, vecinfer
 from ..codecs.calibration import ModelShape
+from .layers import cache_slots, places
 from .mlx_lm import model_shape
 
 Progress = Callable[[int, int], None]
@@ -23,10 +24,10 @@ def collect(
     chunk: int = 128,
     progress: Progress | None = None,
 ) -> list[tuple[mx.array, mx.array]]:
-    """Keys (after RoPE) and values of every layer for a text.
+    """Keys (after RoPE) and values of every layer that is compressed, for a text.
 
     Args:
-        model: An mlx_lm model of plain KVCache layers.
+        model: An mlx_lm model.
         tokens: Of the text, read as one sequence.
         chunk: Tokens per forward pass.
         progress: Called after every pass with the tokens read and their total.
@@ -34,6 +35,7 @@ def collect(
     Returns:
         ``(keys [H, N, D], values [H, N, Dv])`` per layer, evaluated.
     """
+    slots = [slot for slot in cache_slots(model) if slot.reason is None]
     caches = stock.make_prompt_cache(model)
     ids = mx.array(list(tokens))[None]
     for i in range(0, ids.shape[1], chunk):
@@ -41,7 +43,8 @@ def collect(
         mx.eval([c.state for c in caches])
         if progress:
             progress(min(i + chunk, ids.shape[1]), ids.shape[1])
-    return [tuple(x[0] for x in c.keys_and_values()) for c in caches]
+    held = dict(places(caches))
+    return [tuple(x[0] for x in held[s.place].keys_and_values()) for s in slots]
 
 
 def calibrate(
@@ -57,7 +60,7 @@ def calibrate(
     """Fit a preset to a model.
 
     Args:
-        model: An mlx_lm model of plain KVCache layers.
+        model: An mlx_lm model.
         tokens: Calibration text, 2048 tokens or more; not a text to be evaluated on.
         preset: Such as ``"vecinfer-2bit"``.
         iterations: k-means rounds.

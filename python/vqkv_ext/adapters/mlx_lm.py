@@ -8,126 +8,46 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import cache as stock
 
-from .. import ops
-from ..cache import CacheConfig, CompressedArray, CompressedKVCache
+from ..cache import CacheConfig
 from ..codecs import Calibration, presets
 from ..codecs.calibration import ModelShape
 from ..codecs.vecinfer import PRESETS
+from ..config import KVCacheBuilder, KVCacheConfig
+from .attention import disable_attention, enable_attention
+from .layers import CacheSlot, cache_slots, model_type
+from .serialization import register
 
 __all__ = [
+    "CacheSlot",
+    "cache_slots",
     "disable_attention",
     "enable_attention",
     "make_prompt_cache",
     "model_shape",
 ]
 
-_NAME = "scaled_dot_product_attention"
-
-
-def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def scaled_dot_product_attention(
-        queries: mx.array,
-        keys: mx.array | CompressedArray,
-        values: mx.array | CompressedArray,
-        cache: Any,
-        scale: float,
-        mask: str | mx.array | None,
-        sinks: mx.array | None = None,
-        **kwargs: Any,
-    ) -> mx.array:
-        if not isinstance(keys, CompressedArray):
-            return original(
-                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs
-            )
-        if isinstance(mask, mx.array) and mask.shape[-1] not in (1, keys.shape[2]):
-            raise ValueError(
-                f"[attention] mask must have a column for each of the {keys.shape[2]} tokens, but "
-                f"got shape {mask.shape}."
-            )
-        return ops.attention(
-            queries,
-            keys.packed,
-            values.packed,
-            scale=scale,
-            mask=mask,
-            sinks=sinks,
-            use_metal_kernels=keys.use_metal_kernels,
-        )
-
-    scaled_dot_product_attention.vqkv_original = original  # type: ignore[attr-defined]
-    return scaled_dot_product_attention
-
-
-def _layer_modules(model: nn.Module) -> list[ModuleType]:
-    """Python modules that the model's own layers are defined in and that bind attention by name."""
-    names = {type(m).__module__ for m in model.modules()}
-    return [m for n in sorted(names) if (m := sys.modules.get(n)) and hasattr(m, _NAME)]
-
-
-def enable_attention(model: nn.Module) -> list[str]:
-    """Let the model's attention read compressed caches, besides the stock ones.
-
-    mlx_lm's model files bind ``scaled_dot_product_attention`` by value, so it is rebound in the
-    modules that define the model's layers. Calling this again changes nothing.
-
-    Returns:
-        Names of the modules in which the name is bound now.
-    """
-    modules = _layer_modules(model)
-    for module in modules:
-        bound = getattr(module, _NAME)
-        if not hasattr(bound, "vqkv_original"):
-            setattr(module, _NAME, _dispatching(bound))
-    return [m.__name__ for m in modules]
-
-
-def disable_attention(model: nn.Module) -> None:
-    """Undo :func:`enable_attention` for the modules of this model."""
-    for module in _layer_modules(model):
-        bound = getattr(module, _NAME)
-        if hasattr(bound, "vqkv_original"):
-            setattr(module, _NAME, bound.vqkv_original)
+register()
 
 
 def model_shape(model: nn.Module) -> ModelShape:
-    """Layers, heads and widths of the model's cache, seen by running one token through it."""
-    caches = stock.make_prompt_cache(model)
-    for i, c in enumerate(caches):
-        if type(c) is not stock.KVCache:
-            raise ValueError(
-                "[make_prompt_cache] every layer must have a plain KVCache, but layer "
-                f"{i} of {getattr(model, 'model_type', type(model).__name__)} has "
-                f"{type(c).__name__}."
-            )
-    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
-    shapes = {(c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches}
-    if len(shapes) != 1:
-        raise ValueError(
-            "[make_prompt_cache] all layers must have equal heads and head_dim, but got "
-            f"{sorted(shapes)}."
-        )
-    heads, key_dim, value_dim = shapes.pop()
-    kind = getattr(model, "model_type", type(model).__name__)
-    return ModelShape(kind, len(caches), heads, key_dim, value_dim)
+    """Layers, heads and widths of the caches that are compressed, seen by trying the model out.
 
-
-def enable_or_refuse(model: nn.Module) -> None:
-    """:func:`enable_attention`, or ValueError where there is nothing to enable."""
-    if not enable_attention(model):
+    Raises:
+        ValueError: There is none, or the layers differ.
+    """
+    slots = [slot for slot in cache_slots(model) if slot.reason is None]
+    shapes = {(s.kv_heads, s.key_dim, s.value_dim) for s in slots}
+    if len(shapes) != 1 or len({s.layer for s in slots}) != len(slots):
         raise ValueError(
-            "[make_prompt_cache] the model must compute attention by mlx_lm's "
-            f"{_NAME}, but {type(model).__module__} does not bind that name."
+            "[model_shape] all layers must have one cache of equal heads and head_dim, but got "
+            f"{sorted(shapes)} in {len(slots)} caches."
         )
+    return ModelShape(model_type(model), len(slots), *shapes.pop())
 
 
 def make_prompt_cache(
@@ -135,28 +55,34 @@ def make_prompt_cache(
     codec: Calibration | str | Path,
     *,
     config: CacheConfig | None = None,
-) -> list[CompressedKVCache]:
+    max_kv_size: None = None,
+) -> list[Any]:
     """The compressed counterpart of ``mlx_lm.models.cache.make_prompt_cache``.
 
     Args:
-        model: An mlx_lm model whose layers all use a plain KVCache.
+        model: An mlx_lm model. docs/architectures.md says what is compressed of which.
         codec: The name of a preset that needs no calibration, such as ``"centred-4bit"`` (see
             :data:`vqkv_ext.codecs.presets.PRESETS`), a :class:`Calibration`, or the path of a
             calibration file.
         config: Which tokens stay uncompressed; by default 4 sinks and a window of 64.
+        max_kv_size: Not offered: a compressed cache forgets nothing.
 
     Returns:
-        One cache per layer, to pass as ``prompt_cache``.
+        The model's own list of caches, to pass as ``prompt_cache``, with a
+        :class:`vqkv_ext.cache.CompressedKVCache` in place of every ``KVCache`` whose layer can read
+        one. Caches that do not grow (sliding windows, recurrent states) stay as they are.
 
     Raises:
-        ValueError: The model cannot be served, or the calibration is of another model.
+        ValueError: No layer can be served, or the calibration is of another model.
     """
+    if max_kv_size is not None:
+        raise ValueError(
+            "[make_prompt_cache] max_kv_size must be None, as a compressed cache keeps every "
+            f"token, but got {max_kv_size!r}."
+        )
+    windows = vars(config or CacheConfig())
     if isinstance(codec, str) and codec in presets.PRESETS:
-        shape = model_shape(model)
-        enable_or_refuse(model)
-        key = presets.codec(codec, shape.key_dim, "key")
-        value = presets.codec(codec, shape.value_dim, "value")
-        return [CompressedKVCache(key, value, config) for _ in range(shape.layers)]
+        return KVCacheBuilder.for_model(model, KVCacheConfig(key=codec, value=codec, **windows))
     if isinstance(codec, str) and codec in PRESETS:
         raise ValueError(
             f"[make_prompt_cache] {codec} must be calibrated: run `vqkv calibrate MODEL TEXT "
@@ -164,5 +90,7 @@ def make_prompt_cache(
         )
     calibration = codec if isinstance(codec, Calibration) else Calibration.load(codec)
     calibration.check(model_shape(model))
-    enable_or_refuse(model)
-    return [CompressedKVCache(c.key, c.value, config) for c in calibration.layers]
+    served = [slot.layer for slot in cache_slots(model) if slot.reason is None]
+    pairs = zip(served, calibration.layers, strict=True)
+    per_layer = {layer: {"key": c.key, "value": c.value} for layer, c in pairs}
+    return KVCacheBuilder.for_model(model, KVCacheConfig(per_layer=per_layer, **windows))

@@ -1,0 +1,421 @@
+// Scalar quantisation of rows after the randomized Hadamard transform. Host side:
+// csrc/hadamard/launch.cpp.
+#pragma once
+
+#include "hadamard.h"
+
+// Lanes of a row where it is quantised, as in csrc/hadamard/launch.cpp: 32 values each if it can
+// be.
+#define HADAMARD_LANES(D, M) ((M) > 1 || (D) < 32 || (D) > 512 ? 32 : (D) <= 128 ? 4 : (D) / 32)
+
+template <int WORDS>
+METAL_FUNC void hadamard_words(thread uint* words, device const uchar* from) {
+  if (WORDS == 1) {
+    words[0] = *(device const uint*)from;
+  } else if (WORDS == 2) {
+    const uint2 x = *(device const uint2*)from;
+    words[0] = x.x;
+    words[1] = x.y;
+  } else {
+    UNROLL
+    for (int i = 0; i < WORDS / 4; i++) {
+      const uint4 x = ((device const uint4*)from)[i];
+      words[4 * i] = x.x;
+      words[4 * i + 1] = x.y;
+      words[4 * i + 2] = x.z;
+      words[4 * i + 3] = x.w;
+    }
+  }
+}
+
+// Value k of those that begin with a word, the word it lies in; the last argument says its type.
+METAL_FUNC float hadamard_value(uint word, int, float) {
+  return as_type<float>(word);
+}
+METAL_FUNC float hadamard_value(uint word, int k, half) {
+  return float(as_type<half>(ushort(k % 2 == 0 ? word & 0xffff : word >> 16)));
+}
+METAL_FUNC float hadamard_value(uint word, int k, bfloat) {
+  return as_type<float>(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
+}
+METAL_FUNC float hadamard_value(uint word, int k, char) {
+  return float(char((word >> (8 * (k % 4))) & 0xff));
+}
+
+// What the lane holds of a row of D values of type T. With `wide` rows lie on multiples of 16
+// bytes.
+template <int D, int LANES, typename T>
+METAL_FUNC void hadamard_row(thread float* v, device const uchar* row, uint lane, bool wide) {
+  constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, WORDS = KEPT * int(sizeof(T)) / 4;
+  const int first = KEPT * int(lane % LANES);
+  if (KEPT > 1 && WORDS > 0 && wide) {
+    UNROLL
+    for (int r = 0; r < E; r++) {
+      uint words[WORDS > 0 ? WORDS : 1];
+      hadamard_words<WORDS>(words, row + (32 * r + first) * int(sizeof(T)));
+      UNROLL
+      for (int k = 0; k < KEPT; k++)
+        v[r * KEPT + k] = hadamard_value(words[k * int(sizeof(T)) / 4], k, T(0));
+    }
+  } else {
+    UNROLL
+    for (int i = 0; i < E * KEPT; i++) {
+      const int c = 32 * (i / KEPT) + first + i % KEPT;
+      v[i] = c < D ? float(((device const T*)row)[c]) : 0.0f;
+    }
+  }
+}
+
+template <int D, int LANES>
+METAL_FUNC void hadamard_read(thread float* v, device const uchar* x, long row, uint lane,
+                              constant HadamardQuantizeParams& p) {
+  const bool wide = p.wide != 0;
+  if (p.dtype == HADAMARD_FLOAT)
+    hadamard_row<D, LANES, float>(v, x + row * (D * 4), lane, wide);
+  else if (p.dtype == HADAMARD_HALF)
+    hadamard_row<D, LANES, half>(v, x + row * (D * 2), lane, wide);
+  else
+    hadamard_row<D, LANES, bfloat>(v, x + row * (D * 2), lane, wide);
+}
+
+// hadamard(x, signs) of one row, read before.
+template <int D, int M, int LANES>
+METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, long row, uint lane,
+                                 constant HadamardQuantizeParams& p) {
+  constexpr int VALUES = (D + 31) / 32 * (32 / LANES);
+  const long head = p.heads > 1 ? row / p.seq % p.heads : 0;
+  float sign[VALUES];
+  hadamard_row<D, LANES, float>(sign, (device const uchar*)(signs + head * D), lane, p.wide != 0);
+  UNROLL
+  for (int i = 0; i < VALUES; i++)
+    v[i] *= sign[i];
+  hadamard_transform<D, M, LANES>(v, lane, false, p.scale);
+}
+
+// The sum over the 32 values of a row that its lanes hold in part, 32 / LANES each, by halves: the
+// order of simd_sum. Lanes keep half of what they hold at every step, while they hold several.
+template <int LANES>
+METAL_FUNC float hadamard_sum(thread float* part, uint lane) {
+  constexpr int KEPT = 32 / LANES, SPREAD = KEPT < LANES ? KEPT : LANES;
+  if (LANES == 32)
+    return metal::simd_sum(part[0]);
+  UNROLL
+  for (int h = LANES / 2; h > 0; h /= 2) {
+    const bool upper = (lane & uint(h)) != 0;
+    const int held = KEPT * 2 * h / LANES;
+    if (held <= 1)
+      part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
+    UNROLL
+    for (int i = 0; i < KEPT / 2; i++) {
+      if (i < held / 2) {
+        const float a = part[2 * i], b = part[2 * i + 1];
+        part[i] = (upper ? b : a) + metal::simd_shuffle_xor(upper ? a : b, ushort(h));
+      }
+    }
+  }
+  UNROLL
+  for (int held = KEPT / LANES; held > 1; held /= 2) {
+    UNROLL
+    for (int i = 0; i < KEPT / 2; i++) {
+      if (i < held / 2)
+        part[i] += part[i + held / 2];
+    }
+  }
+  UNROLL
+  for (int h = LANES / SPREAD; h < LANES; h *= 2)
+    part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
+  return part[0];
+}
+
+// The factor of the levels, from |v|^2, <v, levels> and |levels|^2. Rows that are not finite decode
+// to NaN; a row of zeros, or one whose levels say nothing about it, decodes to zeros.
+METAL_FUNC float hadamard_row_scale(int kind, float norm2, float dot, float square, float root) {
+  if (!metal::isfinite(norm2))
+    return NAN;
+  float over = norm2, under = dot;  // HADAMARD_UNBIASED
+  if (kind == HADAMARD_MSE) {
+    over = dot;
+    under = square;
+  } else if (kind == HADAMARD_NORM) {
+    over = metal::sqrt(norm2);
+    under = root;
+  } else if (kind == HADAMARD_MATCHED) {
+    over = metal::sqrt(norm2);
+    under = metal::sqrt(square);
+  }
+  return norm2 > 0.0f && under > 0.0f ? over / under : 0.0f;
+}
+
+// The child of a node of the tree of bounds to which u belongs, both counted within their levels:
+// the sign of a difference is cheaper than what a comparison gives. No bound is -0, u is no NaN.
+METAL_FUNC uint hadamard_child(uint node, float bound, float u) {
+  return node << 1 | as_type<uint>(bound - u) >> 31;
+}
+
+// The leaf of the tree where u belongs. top: the first three nodes.
+template <int STEPS>
+METAL_FUNC uint hadamard_leaf(float u, threadgroup const float* table, float3 top) {
+  uint node = hadamard_child(0, top.x, u);
+  node = hadamard_child(node, top.x < u ? top.z : top.y, u);
+  UNROLL
+  for (int i = 2; i < STEPS; i++)
+    node = hadamard_child(node, table[(1 << i) + node], u);
+  return node;
+}
+
+// Codes of `bits` bits of eight channels, the low bits of word: they are whole bytes.
+template <int D>
+METAL_FUNC void hadamard_store_codes(device uchar* bytes, int at, uint word, int bits, int end) {
+  if (D % 32 == 0 && bits == 4) {
+    *(device uint*)(bytes + at) = word;
+  } else if (D % 32 == 0 && bits == 2) {
+    *(device ushort*)(bytes + at) = ushort(word);
+  } else {
+    for (int i = 0; i < bits && at + i < end; i++)
+      bytes[at + i] = uchar((word >> (8 * i)) & 0xff);
+  }
+}
+
+// Codes of v times factor, stored if the row is `live`, and the lane's part of <v, levels> and
+// |levels|^2. 2^STEPS levels, see hadamard_table. Rows that are not finite get codes of 0.
+template <int D, int LANES, int STEPS>
+METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
+                               threadgroup const float* table, device uchar* bytes, bool live,
+                               uint lane, constant HadamardQuantizeParams& p, thread float* dots,
+                               thread float* squares) {
+  constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, JOINED = KEPT < 8 ? 8 / KEPT : 1;
+  const float3 top = float3(table[1], table[2], table[3]);
+  const uint base = 1u << p.bits;
+  const int first = int(lane % LANES);
+  UNROLL
+  for (int k = 0; k < KEPT; k++)
+    dots[k] = squares[k] = 0.0f;
+  UNROLL
+  for (int r = 0; r < E; r++) {
+    uint word = 0;
+    UNROLL
+    for (int k = KEPT - 1; k >= 0; k--) {
+      const int c = 32 * r + KEPT * first + k;
+      const float x = v[r * KEPT + k];
+      const bool inside = D % 32 == 0 || c < D;
+      const uint leaf = inside ? hadamard_leaf<STEPS>(x * factor, table, top) : 0u;
+      const float level = inside ? table[(1 << STEPS) + leaf] : 0.0f;
+      const float product = x * level, level2 = level * level;
+      dots[k] += product;
+      squares[k] += level2;
+      if (STEPS < 8)
+        word = word * base + leaf;
+      else if (live && inside)
+        bytes[c] = uchar(finite ? leaf : 0u);
+    }
+    if (STEPS < 8) {
+      UNROLL
+      for (int h = 1; h < JOINED; h *= 2) {
+        const uint other = metal::simd_shuffle_xor(word, ushort(h));
+        const int shift = p.bits * KEPT * h;
+        word = (first & h) != 0 ? other | word << shift : word | other << shift;
+      }
+      if (live && first % JOINED == 0)
+        hadamard_store_codes<D>(bytes, (4 * r + first / JOINED) * p.bits, finite ? word : 0u,
+                                p.bits, p.bytes);
+    }
+  }
+}
+
+// Codes and scale of the row v, stored if the row is `live`.
+template <int D, int LANES>
+METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* table,
+                                device uchar* packed, device bfloat* scales, long row, bool live,
+                                uint lane, constant HadamardQuantizeParams& p) {
+  constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
+  float part[KEPT], dots[KEPT], squares[KEPT];
+  UNROLL
+  for (int k = 0; k < KEPT; k++)
+    part[k] = 0.0f;
+  UNROLL
+  for (int i = 0; i < E * KEPT; i++) {
+    const float product = v[i] * v[i];
+    part[i % KEPT] += product;
+  }
+  const float norm2 = hadamard_sum<LANES>(part, lane);
+  const float factor = norm2 > 0.0f ? p.root / metal::sqrt(norm2) : 0.0f;
+  const bool finite = metal::isfinite(norm2);
+  device uchar* bytes = packed + row * p.bytes;
+  if (p.bits == 8)
+    hadamard_codes<D, LANES, 8>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
+  else
+    hadamard_codes<D, LANES, 4>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
+  const float dot = hadamard_sum<LANES>(dots, lane);
+  const float square = hadamard_sum<LANES>(squares, lane);
+  if (live && lane % LANES == 0)
+    scales[row] = bfloat(hadamard_row_scale(p.kind, norm2, dot, square, p.root));
+}
+
+// A complete tree of bounds and levels: node n has the children 2 n and 2 n + 1, the levels are its
+// leaves, and each bound is the middle between the levels next to it. There are 256 leaves for
+// codes of 8 bits and 16 for shorter ones; bounds that there are not are infinite.
+METAL_FUNC void hadamard_table(threadgroup float* table, device const float* centroids, uint tid,
+                               int bits) {
+  const uint levels = 1u << bits, leaves = bits == 8 ? 256 : 16;
+  if (tid < leaves) {
+    table[leaves + tid] = tid < levels ? centroids[tid] : 0.0f;
+    if (tid > 0) {
+      const uint below = metal::ctz(tid);  // levels of the tree
+      const float bound =
+          tid < levels ? 0.5f * (centroids[tid - 1] + centroids[tid]) + 0.0f : INFINITY;
+      table[(leaves >> (below + 1)) + (tid >> (below + 1))] = bound;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// LANES lanes per row. With p.frozen every sequence has a centre [D] and its unit.
+template <int D, int M, int LANES>
+kernel void hadamard_quantize(
+    device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
+    device const float* centroids [[buffer(2)]], device const char* centres [[buffer(3)]],
+    device const bfloat* centre_scales [[buffer(4)]], device uchar* packed [[buffer(5)]],
+    device bfloat* scales [[buffer(6)]], constant HadamardQuantizeParams& p [[buffer(7)]],
+    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int VALUES = (D + 31) / 32 * (32 / LANES), ROWS = 32 / LANES;
+  threadgroup_array(float, table, 512);
+  const long at = (long(tgid.x) * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+  const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
+  float v[VALUES];
+  hadamard_read<D, LANES>(v, x, row, lane, p);
+  hadamard_table(table, centroids, tid, p.bits);
+  hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
+  if (p.frozen) {
+    const long sequence = row / p.seq;
+    const float unit = float(centre_scales[sequence]);
+    float centre[VALUES];
+    hadamard_row<D, LANES, char>(centre, (device const uchar*)(centres + sequence * D), lane,
+                                 p.wide != 0);
+    UNROLL
+    for (int i = 0; i < VALUES; i++)
+      v[i] -= centre[i] * unit;
+  }
+  hadamard_encode<D, LANES>(v, table, packed, scales, row, at < p.rows, lane, p);
+}
+
+// Adds the rows of a simdgroup that are below `rows`, the even ones to low and the odd ones to
+// high, each in order; here channel 32 r + lane is value r of a lane.
+template <int D, int LANES>
+METAL_FUNC void hadamard_gather(thread float* low, thread float* high, thread const float* v,
+                                threadgroup float* stage, uint lane, int rows) {
+  constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, STRIDE = 36;
+  UNROLL
+  for (int r = 0; r < E; r++) {
+    if (LANES == 32) {
+      low[r] += rows > 0 ? v[r] : 0.0f;
+      continue;
+    }
+    threadgroup float* mine = stage + lane / LANES * STRIDE + KEPT * (lane % LANES);
+    UNROLL
+    for (int k = 0; k < KEPT; k += 4) {
+      if (KEPT >= 4) {
+        *(threadgroup float4*)(mine + k) =
+            float4(v[r * KEPT + k], v[r * KEPT + k + 1 % KEPT], v[r * KEPT + k + 2 % KEPT],
+                   v[r * KEPT + k + 3 % KEPT]);
+      } else {
+        mine[0] = v[r * KEPT];
+        mine[1 % KEPT] = v[r * KEPT + 1 % KEPT];
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL
+    for (int q = 0; q < KEPT; q++) {
+      if (q < rows) {
+        const float x = stage[q * STRIDE + int(lane)];
+        if (q % 2 == 0)
+          low[r] += x;
+        else
+          high[r] += x;
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// One threadgroup per block of p.block rows, whose mean is subtracted. Of blocks that its lanes
+// cannot hold at once a token is transformed twice rather than kept.
+template <int D, int M, int LANES>
+kernel void hadamard_quantize_blocks(
+    device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
+    device const float* centroids [[buffer(2)]], device uchar* packed [[buffer(3)]],
+    device bfloat* scales [[buffer(4)]], device char* centres [[buffer(5)]],
+    device bfloat* centre_scales [[buffer(6)]], constant HadamardQuantizeParams& p [[buffer(7)]],
+    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, PASS = HADAMARD_SIMDGROUPS * KEPT;
+  threadgroup_array(float, table, 512);
+  threadgroup_array(float, shared, HADAMARD_SIMDGROUPS / 2 * 32 * E);
+  threadgroup_array(float4, stages, HADAMARD_SIMDGROUPS * KEPT * 9);
+  const long first = long(tgid.x) * p.block;
+  const int mine = int(sg + HADAMARD_SIMDGROUPS * (lane / LANES));  // row of a pass
+
+  // Tokens t, t + 16, ... are summed in order, then the 16 sums by halves.
+  float v[E * KEPT], low[E], high[E];
+  for (int r = 0; r < E; r++)
+    low[r] = high[r] = 0.0f;
+  for (int t0 = 0; t0 < p.block; t0 += PASS) {
+    const long row = first + metal::min(t0 + mine, p.block - 1);
+    const int rows = (p.block - t0 - int(sg) + HADAMARD_SIMDGROUPS - 1) / HADAMARD_SIMDGROUPS;
+    hadamard_read<D, LANES>(v, x, row, lane, p);
+    hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
+    if (LANES == 32 && t0 % 16 != 0)
+      hadamard_gather<D, LANES>(high, low, v, 0, lane, rows);
+    else
+      hadamard_gather<D, LANES>(low, high, v, (threadgroup float*)stages + sg * KEPT * 36, lane,
+                                rows);
+  }
+  hadamard_table(table, centroids, tid, p.bits);
+  for (int r = 0; r < E; r++)
+    low[r] += high[r];
+  for (int h = HADAMARD_SIMDGROUPS / 2; h > 0; h /= 2) {
+    if (int(sg) >= h && int(sg) < 2 * h) {
+      for (int r = 0; r < E; r++)
+        shared[((int(sg) - h) * E + r) * 32 + int(lane)] = low[r];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (int(sg) < h) {
+      for (int r = 0; r < E; r++)
+        low[r] += shared[(int(sg) * E + r) * 32 + int(lane)];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  if (sg == 0) {
+    float most = 0.0f;
+    for (int r = 0; r < E; r++) {
+      low[r] *= p.share;
+      low[r] = metal::isfinite(low[r]) ? low[r] : 0.0f;
+      most = metal::max(most, metal::abs(low[r]));
+    }
+    const bfloat stored = bfloat(metal::simd_max(most) / 127.0f);
+    const float unit = float(stored);
+    for (int r = 0; r < E; r++) {
+      const int c = 32 * r + int(lane);
+      const float steps = unit > 0.0f ? metal::rint(low[r] / unit) : 0.0f;
+      const float q = metal::clamp(steps, -127.0f, 127.0f);
+      shared[c] = q * unit;
+      if (c < D)
+        centres[long(tgid.x) * D + c] = char(int(q));
+    }
+    if (lane == 0)
+      centre_scales[tgid.x] = stored;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (int t0 = 0; t0 < p.block; t0 += PASS) {
+    const long row = first + metal::min(t0 + mine, p.block - 1);
+    if (p.block > PASS) {
+      hadamard_read<D, LANES>(v, x, row, lane, p);
+      hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
+    }
+    UNROLL
+    for (int i = 0; i < E * KEPT; i++)
+      v[i] -= shared[32 * (i / KEPT) + KEPT * int(lane % LANES) + i % KEPT];
+    hadamard_encode<D, LANES>(v, table, packed, scales, row, t0 + mine < p.block, lane, p);
+  }
+}

@@ -1,0 +1,111 @@
+"""Let the attention of mlx_lm models read compressed caches.
+
+mlx_lm's model files bind ``scaled_dot_product_attention`` by value, so it is rebound in the modules
+that define a model's layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import ops
+from ..compressed_array import CompressedArray
+from .batching import logical_mask, padded_mask
+
+_NAME = "scaled_dot_product_attention"
+
+
+def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array | CompressedArray,
+        values: mx.array | CompressedArray,
+        cache: Any,
+        scale: float,
+        mask: str | mx.array | None,
+        sinks: mx.array | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
+        compressed = [isinstance(x, CompressedArray) for x in (keys, values)]
+        if not any(compressed):
+            mask = padded_mask(mask, queries, cache)
+            return original(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs
+            )
+        if not all(compressed):
+            raise TypeError(
+                "[attention] keys and values must both come from a compressed cache, but got "
+                f"{type(keys).__name__} and {type(values).__name__}."
+            )
+        dtype = mx.result_type(queries, keys.packed.tail, values.packed.tail)
+        return ops.attention(
+            queries.astype(dtype),
+            keys.astype(dtype).packed,
+            values.astype(dtype).packed,
+            scale=scale,
+            mask=logical_mask(mask, keys),
+            sinks=sinks,
+            use_metal_kernels=keys.use_metal_kernels,
+        )
+
+    scaled_dot_product_attention.vqkv_original = original  # type: ignore[attr-defined]
+    return scaled_dot_product_attention
+
+
+def layer_modules(model: nn.Module) -> list[ModuleType]:
+    """Python modules that the model's own layers are defined in and that bind attention by name."""
+    names = {type(m).__module__ for m in model.modules()}
+    return [m for n in sorted(names) if (m := sys.modules.get(n)) and hasattr(m, _NAME)]
+
+
+def bind(modules: Iterable[ModuleType]) -> list[ModuleType]:
+    """Rebind the name; returns the modules in which it was not bound before."""
+    fresh = [m for m in modules if not hasattr(getattr(m, _NAME), "vqkv_original")]
+    for module in fresh:
+        setattr(module, _NAME, _dispatching(getattr(module, _NAME)))
+    return fresh
+
+
+def unbind(modules: Iterable[ModuleType]) -> None:
+    """Undo :func:`bind`."""
+    for module in modules:
+        bound = getattr(module, _NAME)
+        if hasattr(bound, "vqkv_original"):
+            setattr(module, _NAME, bound.vqkv_original)
+
+
+def bind_model(model: nn.Module) -> list[ModuleType]:
+    """:func:`bind` for all modules of a model."""
+    return bind(layer_modules(model))
+
+
+def enable_attention(model: nn.Module) -> list[str]:
+    """Let the model's attention read compressed caches, besides the stock ones.
+
+    Calling this again changes nothing.
+
+    Returns:
+        Names of the modules in which the name is bound now.
+    """
+    bind_model(model)
+    return [m.__name__ for m in layer_modules(model)]
+
+
+def enable_or_refuse(model: nn.Module) -> None:
+    """:func:`enable_attention`, or ValueError where there is nothing to enable."""
+    if not enable_attention(model):
+        raise ValueError(
+            "[make_prompt_cache] the model must compute attention by mlx_lm's "
+            f"{_NAME}, but {type(model).__module__} does not bind that name."
+        )
+
+
+def disable_attention(model: nn.Module) -> None:
+    """Undo :func:`enable_attention` for the modules of this model."""
+    unbind(layer_modules(model))

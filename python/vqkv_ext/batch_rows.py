@@ -1,0 +1,107 @@
+"""Rows of caches put together to one batch: what must agree, and arrays of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .cache import CompressedKVCache
+from .cache_base import CompressedCache
+from .codecs.base import CodedArrays
+from .coded_body import body_capacity, fit, resized
+
+Pair = tuple[mx.array, mx.array]
+Bodies = tuple[CodedArrays, CodedArrays]
+
+_OP = "BatchCompressedKVCache"
+
+
+def check_alike(first: CompressedCache, other: Any) -> None:
+    """Refuse a cache that cannot be in one batch with ``first``.
+
+    Raises:
+        ValueError: Another kind of cache, more than one row, or other codecs, windows, heads or
+            dtype.
+    """
+    for cache in (first, other):
+        if not isinstance(cache, CompressedCache):
+            raise ValueError(
+                f"[{_OP}] all caches of a batch must be compressed, but got {type(cache).__name__}."
+            )
+        if isinstance(cache, CompressedKVCache) and cache._tails is not None:
+            batch = cache._tails[0].shape[0]
+            if batch != 1:
+                raise ValueError(
+                    f"[{_OP}] caches to merge must have one row each, but got {batch}."
+                )
+    if other.fingerprint != first.fingerprint:
+        raise ValueError(
+            f"[{_OP}] all caches of a batch must be of codec {first.fingerprint!r}, but got "
+            f"{other.fingerprint!r}."
+        )
+    if other.config != first.config:
+        raise ValueError(
+            f"[{_OP}] all caches of a batch must have {first.config}, but got {other.config}."
+        )
+    if first._tails is not None and other._tails is not None:
+        a, b = first._tails[0], other._tails[0]
+        if (a.shape[1], a.dtype) != (b.shape[1], b.dtype):
+            raise ValueError(
+                f"[{_OP}] all caches of a batch must have {a.shape[1]} heads of {a.dtype}, but got "
+                f"{b.shape[1]} of {b.dtype}."
+            )
+
+
+def join_tails(held: Sequence[Pair | None], rows: Sequence[int]) -> Pair | None:
+    """Tails of several caches with so many rows each, one after the other."""
+    like = next((t for t in held if t is not None), None)
+    if like is None:
+        return None
+    room = max(t[0].shape[2] for t in held if t is not None)
+    sides = []
+    for i, x in enumerate(like):
+        each = [
+            fit(t[i] if t is not None else _blank(x, n), room)
+            for t, n in zip(held, rows, strict=True)
+        ]
+        sides.append(mx.concatenate(each))
+    return sides[0], sides[1]
+
+
+def join_bodies(
+    held: Sequence[Bodies | None], rows: Sequence[int], coded: int, block: int
+) -> Bodies | None:
+    """Bodies likewise, with room for ``coded`` tokens."""
+    like = next((b for b in held if b is not None), None)
+    if like is None or coded == 0:
+        return None
+    room = body_capacity(coded, block)
+    sides: list[CodedArrays] = []
+    for i, names in enumerate(like):
+        each = [
+            b[i] if b is not None else {n: _blank(a, k) for n, a in names.items()}
+            for b, k in zip(held, rows, strict=True)
+        ]
+        each = [resized(b, room, block) for b in each]
+        sides.append({n: mx.concatenate([b[n] for b in each]) for n in names})
+    return sides[0], sides[1]
+
+
+def take_rows(tails: Pair | None, rows: mx.array) -> Pair | None:
+    """These rows of tails."""
+    return None if tails is None else (tails[0][rows], tails[1][rows])
+
+
+def take_coded(bodies: Bodies | None, rows: mx.array, coded: int, block: int) -> Bodies | None:
+    """These rows of bodies, with room for ``coded`` tokens."""
+    if bodies is None or coded == 0:
+        return None
+    room = body_capacity(coded, block)
+    keys, values = (resized({n: a[rows] for n, a in b.items()}, room, block) for b in bodies)
+    return keys, values
+
+
+def _blank(like: mx.array, rows: int) -> mx.array:
+    return mx.zeros((rows, like.shape[1], 0, *like.shape[3:]), like.dtype)
