@@ -135,6 +135,7 @@ struct TrellisParams {
   int width;
   int bits;
   int bytes;
-  int kind;    // HadamardScale
-  float root;  // sqrt(width)
+  int kind;        // HadamardScale
+  int simdgroups;  // of a threadgroup, each with one row
+  float root;      // sqrt(width)
 };

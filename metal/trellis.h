@@ -6,12 +6,14 @@
 // their B lowest bits only: one minimum serves the 2^B successors of such a group.
 #pragma once
 
-#include "hadamard.h"
+#include "hadamard_quantize.h"
 #include "params.h"
 #include "prelude.h"
 
 #define TRELLIS_STATES 256
-#define TRELLIS_SIMDGROUPS(DMAX) ((DMAX) <= 128 ? 4 : 2)
+// What the rows of a threadgroup have together: as many rows as fit, each of a multiple of 8.
+#define TRELLIS_VALUES 640
+#define TRELLIS_SIMDGROUPS 4
 
 // The state of lowest cost, the lower one of two that tie; state 0 where costs are NaN.
 METAL_FUNC uint trellis_last_state(thread const float* cost, uint lane) {
@@ -66,7 +68,7 @@ METAL_FUNC uint trellis_predecessors(thread const float* cost, threadgroup float
   return choices;
 }
 
-template <int B, int DMAX>
+template <int B>
 kernel void trellis_encode(device const float* x [[buffer(0)]],
                            device const float* table [[buffer(1)]],
                            device uchar* codes [[buffer(2)]], device bfloat* scales [[buffer(3)]],
@@ -75,18 +77,18 @@ kernel void trellis_encode(device const float* x [[buffer(0)]],
                            uint tid [[thread_index_in_threadgroup]],
                            uint lane [[thread_index_in_simdgroup]],
                            uint sg [[simdgroup_index_in_threadgroup]]) {
-  constexpr int SIMDS = TRELLIS_SIMDGROUPS(DMAX), GROUPS = TRELLIS_STATES >> B;
-  constexpr int WORDS = (DMAX + 7) / 8 * 32;
-  threadgroup_array(float, values, SIMDS* DMAX);
-  threadgroup_array(float, minima, SIMDS * 2 * GROUPS);  // of even and odd steps
-  threadgroup_array(uint, choices, SIMDS * WORDS);       // 4 bits of each lane and step
-  threadgroup_array(uchar, states, SIMDS * DMAX);
-  const long row = long(tgid.x) * SIMDS + sg;
+  constexpr int GROUPS = TRELLIS_STATES >> B;
+  threadgroup_array(float, values, TRELLIS_VALUES);
+  threadgroup_array(float, minima, TRELLIS_SIMDGROUPS * 2 * GROUPS);  // of even and odd steps
+  threadgroup_array(uint, choices, TRELLIS_VALUES * 4);  // 4 bits of each lane and step
+  threadgroup_array(uchar, states, TRELLIS_VALUES);
+  const long row = long(tgid.x) * p.simdgroups + sg;
   if (row >= p.rows)
     return;
-  threadgroup float* u = values + sg * DMAX;
-  threadgroup uint* back = choices + sg * WORDS;
-  threadgroup uchar* path = states + sg * DMAX;
+  const int room = (p.width + 7) / 8 * 8;
+  threadgroup float* u = values + int(sg) * room;
+  threadgroup uint* back = choices + int(sg) * room * 4;
+  threadgroup uchar* path = states + int(sg) * room;
   device const float* y = x + row * p.width;
 
   float part = 0.0f;

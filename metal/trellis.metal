@@ -1,11 +1,7 @@
 #include "trellis.h"
 
-// Bits per value; widest row.
-#define TRELLIS(B)                                                     \
-  instantiate_kernel(trellis_encode_##B##_128, trellis_encode, B, 128) \
-  instantiate_kernel(trellis_encode_##B##_576, trellis_encode, B, 576)
-
-TRELLIS(1)
-TRELLIS(2)
-TRELLIS(3)
-TRELLIS(4)
+// by bits per value
+instantiate_kernel(trellis_encode_1, trellis_encode, 1)
+instantiate_kernel(trellis_encode_2, trellis_encode, 2)
+instantiate_kernel(trellis_encode_3, trellis_encode, 3)
+instantiate_kernel(trellis_encode_4, trellis_encode, 4)
