@@ -54,4 +54,5 @@ NB_MODULE(_ext, m) {
   vqkv::bind_hadamard(m);
   vqkv::bind_scalar(m);
   vqkv::bind_qjl(m);
+  vqkv::bind_trellis(m);
 }

@@ -9,6 +9,7 @@ void bind_attention(nanobind::module_& m);
 void bind_hadamard(nanobind::module_& m);
 void bind_qjl(nanobind::module_& m);
 void bind_scalar(nanobind::module_& m);
+void bind_trellis(nanobind::module_& m);
 void bind_vq(nanobind::module_& m);
 
 }  // namespace vqkv

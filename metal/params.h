@@ -128,3 +128,14 @@ struct HadamardQuantizeParams {
   float root;   // sqrt(D)
   float share;  // 1 / block
 };
+
+// Rows [rows, width] to trellis codes of `bytes` bytes each.
+struct TrellisParams {
+  long rows;
+  int width;
+  int bits;
+  int bytes;
+  int kind;        // HadamardScale
+  int simdgroups;  // of a threadgroup, each with one row
+  float root;      // sqrt(width)
+};

@@ -232,13 +232,20 @@ def _ops(rng) -> dict:
         "dequantize_scalar": lambda: ops.dequantize_scalar(packed, levels, 2, 128, mx.float16),
         "hadamard": lambda: ops.hadamard(x, signs),
         "hadamard_quantize": lambda: ops.hadamard_quantize(x, signs, levels, 2)[0],
+        "trellis_encode": lambda: ops.trellis_encode(x, book[:, 0], 2)[0],
         "qjl_encode": lambda: mx.concatenate([a.astype(mx.float32).reshape(-1) for a in
                                               ops.qjl_encode(x, sketch)]),
     }  # fmt: skip
     config, q = CacheConfig(), normal(rng, 2, 4, 3, 128)
     n = 257
     mask = mx.array(np.arange(n) <= np.arange(n - 3, n)[:, None])
-    for name in ("turboquant-2bit", "centred-4bit", "qjl-4bit", "turboquant-prod-3bit"):
+    for name in (
+        "turboquant-2bit",
+        "centred-4bit",
+        "trellis-2bit",
+        "qjl-4bit",
+        "turboquant-prod-3bit",
+    ):
         pair = [presets.codec(name, 128, side) for side in ("key", "value")]
         cache = CompressedKVCache(*pair, config)
         k, v = cache.update_and_fetch(x, x)

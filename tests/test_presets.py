@@ -78,6 +78,8 @@ def test_sizes_of_the_presets():
     assert codec("qjl-1bit", 128, "key").bytes_per_token == 18
     assert size("none") == 512
     assert size("centred-4bit") == 132 + 130 / 64
+    for bits in (1, 2, 3, 4):  # bits + 24 / D per value, and centres
+        assert size(f"trellis-{bits}bit") == 2 * (128 * bits + 24) / 8 + 130 / 64
 
 
 @pytest.mark.parametrize("bits", ERROR)
@@ -115,7 +117,9 @@ def test_centres_pay_for_keys_with_an_offset(rng):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("name", ["centred-4bit", "turboquant-prod-3bit", "qjl-2bit", "none"])
+@pytest.mark.parametrize(
+    "name", ["centred-4bit", "trellis-2bit", "turboquant-prod-3bit", "qjl-2bit", "none"]
+)
 def test_models_generate_with_presets(name):
     model = tiny.llama()
     cache = make_prompt_cache(model, name, config=SMALL)

@@ -110,7 +110,7 @@ def test_variance_of_sketches(channels, want):
 @pytest.mark.parametrize(
     ("name", "side"),
     [(n, "key") for n in PRESETS if n != "none"]
-    + [(n, "value") for n in PRESETS if n.startswith("centred")],
+    + [(n, "value") for n in PRESETS if n.startswith(("centred", "trellis"))],
 )
 def test_half_precision_loses_nothing(name, side):
     """Errors of vectors given in float16 or bfloat16 are those of float32 to 1e-3."""

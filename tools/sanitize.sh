@@ -31,9 +31,9 @@ export UBSAN_OPTIONS=print_stacktrace=0:halt_on_error=1
 tests=()
 for name in vq scalar hadamard hadamard_quantize qjl attention attention_matrix attention_axes \
   attention_transforms cases_attention gradient qjl_gradient cache cache_modes product presets \
-  mlx_lm; do tests+=("tests/test_$name.py"); done
+  trellis mlx_lm; do tests+=("tests/test_$name.py"); done
 simulated=()
-for name in vq scalar hadamard qjl attention attention_matrix cache; do
+for name in vq scalar hadamard qjl trellis attention attention_matrix cache; do
   simulated+=("tests/test_$name.py")
 done
 pytest=("$bin/python" -m pytest -p no:cacheprovider -q)

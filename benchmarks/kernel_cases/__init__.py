@@ -3,7 +3,7 @@
 Attention has a benchmark of its own.
 """
 
-from . import bits, hadamard, qjl, scalar, vq
+from . import bits, hadamard, qjl, scalar, trellis, vq
 from .registry import OPS, Calls
 
-__all__ = ["OPS", "Calls", "bits", "hadamard", "qjl", "scalar", "vq"]
+__all__ = ["OPS", "Calls", "bits", "hadamard", "qjl", "scalar", "trellis", "vq"]

@@ -167,6 +167,24 @@ constexpr int64_t hadamard_scratch(int width, int64_t groups) {
   return int64_t(width + 32) * (kHadamardRows * (groups + 1) + 1);
 }
 
+constexpr int kTrellisStates = 256;
+
+/** Up to kHadamardRows rows to be coded. */
+struct TrellisTile {
+  const float* x;  // [count, width]
+  int count;
+  const float* table;  // [kTrellisStates]
+  uint8_t* codes;      // [count, bytes]
+  uint16_t* scales;    // bf16 [count]
+  float* scratch;      // trellis_scratch(width)
+  TrellisParams p;
+};
+
+/** Two tiles, costs of two steps, the choices of all steps (at most 128 bits each) and a path. */
+constexpr int64_t trellis_scratch(int width) {
+  return kHadamardRows * (int64_t(width) * (2 + 4 + 1) + 2 * kTrellisStates);
+}
+
 struct Kernels {
   const char* isa;
   void (*quantize)(const QuantizeTile&);
@@ -179,6 +197,7 @@ struct Kernels {
   void (*hadamard_quantize)(const HadamardQuantizeTile&);
   void (*qjl_products)(const QjlTile&);
   void (*qjl_scores)(const QjlScoresTile&);
+  void (*trellis_encode)(const TrellisTile&);
 };
 
 const Kernels& kernels();

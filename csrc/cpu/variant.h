@@ -5,6 +5,7 @@
 #include "hadamard/cpu_quantize.h"
 #include "qjl/cpu_kernel.h"
 #include "scalar/cpu_kernel.h"
+#include "trellis/cpu_kernel.h"
 #include "vq/cpu_kernel.h"
 
 #define VQKV_STRING_(name) #name
@@ -22,6 +23,7 @@ const Kernels table{VQKV_STRING(VQKV_VARIANT),
                     hadamard,
                     hadamard_quantize,
                     qjl_products,
-                    qjl_scores};
+                    qjl_scores,
+                    trellis_encode};
 
 }  // namespace vqkv::VQKV_VARIANT

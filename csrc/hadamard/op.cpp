@@ -47,6 +47,20 @@ void set_rows(Params& p, const mx::Shape& x, mx::Dtype dtype, const mx::Shape& s
 
 }  // namespace
 
+int row_scale_kind(const char* op, const std::string& name) {
+  int kind = 0;
+  while (kind < 4 && name != kScales[kind]) {
+    ++kind;
+  }
+  require(kind < 4, op, "scale must be 'mse', 'norm', 'unbiased' or 'matched', but got '", name,
+          "'.");
+  return kind;
+}
+
+const char* row_scale_name(int kind) {
+  return kScales[kind];
+}
+
 int hadamard_order(int width) {
   for (int m : {1, 12, 20, 28}) {
     const int n = width / m;
@@ -121,12 +135,7 @@ std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& si
   require(centroids.ndim() == 1 && centroids.shape(0) == 1 << bits, op,
           "centroids must have shape [2^bits] = [", 1 << bits, "], but got ", centroids.shape(),
           ".");
-  int kind = 0;
-  while (kind < 4 && scale != kScales[kind]) {
-    ++kind;
-  }
-  require(kind < 4, op, "scale must be 'mse', 'norm', 'unbiased' or 'matched', but got '", scale,
-          "'.");
+  const int kind = row_scale_kind(op, scale);
   require(centres.has_value() == centre_scales.has_value(), op,
           "centres must be given with their scales, but got one of the two.");
   require(!block || !centres, op, "a block and centres exclude each other, but got both.");

@@ -25,6 +25,10 @@ std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& si
                                          const std::optional<mx::array>& centre_scales = {},
                                          mx::StreamOrDevice s = {});
 
+/** The HadamardScale of a name, which `op` was given; and its name. */
+int row_scale_kind(const char* op, const std::string& name);
+const char* row_scale_name(int kind);
+
 /** The m in {1, 12, 20, 28} with width = 2^k m, or 0. */
 int hadamard_order(int width);
 

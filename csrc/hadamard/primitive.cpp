@@ -7,8 +7,6 @@
 namespace vqkv {
 namespace {
 
-const char* const kScales[] = {"mse", "norm", "unbiased", "matched"};  // as enum HadamardScale
-
 void allocate(std::vector<mx::array>& out) {
   for (auto& a : out) {
     a.set_data(mx::allocator::malloc(a.nbytes()));
@@ -179,8 +177,8 @@ std::pair<std::vector<mx::array>, std::vector<int>> HadamardQuantize::vmap(
   auto call = [&](const std::vector<mx::array>& a) {
     auto optional = [&](size_t i) { return frozen ? std::optional(a[i]) : std::nullopt; };
     auto block = code_.block ? std::optional(code_.block) : std::nullopt;
-    return hadamard_quantize(a[0], a[1], a[2], code_.bits, kScales[code_.kind], block, optional(3),
-                             optional(4), s);
+    return hadamard_quantize(a[0], a[1], a[2], code_.bits, row_scale_name(code_.kind), block,
+                             optional(3), optional(4), s);
   };
   int n = 0;
   std::vector<mx::array> front;

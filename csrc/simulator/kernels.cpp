@@ -3,4 +3,5 @@
 #include "../../metal/hadamard.metal"
 #include "../../metal/qjl.metal"
 #include "../../metal/scalar.metal"
+#include "../../metal/trellis.metal"
 #include "../../metal/vq.metal"

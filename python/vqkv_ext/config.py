@@ -18,7 +18,16 @@ from .codecs.transforms import SmoothedHadamard
 if TYPE_CHECKING:
     from .adapters.layers import CacheSlot
 
-METHODS = ("vecinfer", "turboquant", "turboquant-prod", "turboquant-rvq", "qjl", "centred", "none")
+METHODS = (
+    "vecinfer",
+    "turboquant",
+    "turboquant-prod",
+    "turboquant-rvq",
+    "qjl",
+    "centred",
+    "trellis",
+    "none",
+)
 
 
 @dataclass(frozen=True)

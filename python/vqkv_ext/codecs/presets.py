@@ -13,6 +13,7 @@ from .half import HalfCodec
 from .lloyd_max import residual, sphere
 from .qjl import QJLCodec
 from .scalar import PairCodec, ScalarCodec
+from .trellis import TrellisCodec
 
 DEFAULT = "centred-4bit"
 
@@ -59,6 +60,12 @@ def _qjl(name: str, width: int, bits: int, side: str) -> Codec:
     return QJLCodec(name, width, bits * width, seed=_SEEDS[side])
 
 
+def _trellis(name: str, width: int, bits: int, side: str) -> Codec:
+    return TrellisCodec(
+        name, width, bits, scale="matched", centred=side == "key", seed=_SEEDS[side]
+    )
+
+
 _SEEDS = {"key": 1, "value": 2, "residual": 3}
 
 _FAMILIES: dict[str, tuple[Callable[[str, int, int, str], Codec], tuple[int, ...]]] = {
@@ -67,6 +74,7 @@ _FAMILIES: dict[str, tuple[Callable[[str, int, int, str], Codec], tuple[int, ...
     "turboquant-prod": (_product, (2, 3, 4)),
     "qjl": (_qjl, (1, 2, 4)),
     "centred": (_centred, (2, 3, 4)),
+    "trellis": (_trellis, (1, 2, 3, 4)),
 }
 
 BITS: dict[str, tuple[int, ...]] = {family: bits for family, (_, bits) in _FAMILIES.items()}

@@ -14,27 +14,12 @@ import mlx.core as mx
 from .. import ops
 from ..packed import MAX_CHANNELS, CodedBody, TableCode
 from .base import Codec, CodedArrays
+from .rotated import RotatedCodec
 from .rotations import RandomHadamard, Rotation, rotation
 from .tables import scalar_table
 
 Scale = Literal["mse", "norm", "unbiased", "matched"]
 BITS = (1, 2, 3, 4, 8)
-
-
-def block_centres(y: mx.array, block: int) -> tuple[mx.array, mx.array]:
-    """Mean of every block of tokens per channel as symmetric int8.
-
-    Args:
-        y: ``[B, H, S, D]`` float32, S a multiple of ``block``.
-
-    Returns:
-        ``(centres [B, H, S / block, D] int8, units [B, H, S / block] bfloat16)``.
-    """
-    mean = y.reshape(*y.shape[:2], -1, block, y.shape[-1]).mean(axis=3)
-    unit = (mx.abs(mean).max(axis=-1) / 127).astype(mx.bfloat16)
-    wide = unit.astype(mx.float32)[..., None]
-    centre = mx.where(wide > 0, mean / mx.where(wide > 0, wide, 1.0), 0.0)
-    return mx.clip(mx.round(centre), -127, 127).astype(mx.int8), unit
 
 
 def row_scale(y: mx.array, levels: mx.array, scale: Scale) -> mx.array:
@@ -57,7 +42,7 @@ def row_scale(y: mx.array, levels: mx.array, scale: Scale) -> mx.array:
     return mx.where(norm > 0, factor, 0.0).astype(mx.bfloat16)
 
 
-class ScalarCodec(Codec):
+class ScalarCodec(RotatedCodec):
     """b bits per value of the rotated vector and one scale per token.
 
     Args:
@@ -108,8 +93,8 @@ class ScalarCodec(Codec):
         frozen: CodedArrays | None = None,
         use_metal_kernels: bool | None = None,
     ) -> CodedArrays:
-        frozen_pair = (frozen["centres"], frozen["centre_scales"]) if frozen else None
         if isinstance(self.rotation, RandomHadamard):
+            given = frozen if self.centred else None
             out = ops.hadamard_quantize(
                 x,
                 self.rotation.signs,
@@ -117,19 +102,11 @@ class ScalarCodec(Codec):
                 self.bits,
                 scale=self.scale,
                 block=block if self.centred and frozen is None else None,
-                centres=frozen_pair if self.centred else None,
+                centres=(given["centres"], given["centre_scales"]) if given else None,
                 use_metal_kernels=use_metal_kernels,
             )
             return dict(zip(("codes", "scales", "centres", "centre_scales"), out, strict=False))
-        y = self.rotation.forward(x)
-        out = {}
-        if self.centred:
-            if frozen_pair is None:
-                out["centres"], out["centre_scales"] = block_centres(y, block)
-                centre = mx.repeat(_value(out["centres"], out["centre_scales"]), block, axis=2)
-            else:
-                centre = _value(*frozen_pair)
-            y = y - centre
+        y, out = self._rotated(x, block, frozen)
         norm = mx.sqrt(y.square().sum(-1, keepdims=True))
         u = y * (math.sqrt(self.width) / mx.where(norm > 0, norm, 1.0))
         codes = ops.quantize_scalar(
@@ -144,22 +121,6 @@ class ScalarCodec(Codec):
             use_metal_kernels=use_metal_kernels,
         )
         return {"codes": codes, "scales": row_scale(y, levels, self.scale), **out}
-
-    def empty(self, batch: int, heads: int) -> CodedArrays:
-        out = super().empty(batch, heads)
-        out["scales"] = mx.zeros((batch, heads, 0), mx.bfloat16)
-        if self.centred:
-            out["centres"] = mx.zeros((batch, heads, 0, self.width), mx.int8)
-            out["centre_scales"] = mx.zeros((batch, heads, 0), mx.bfloat16)
-        return out
-
-    def bytes_per_token_in(self, block: int) -> float:
-        centre = (self.width + 2) / block if self.centred else 0.0
-        return self.code.bytes_per_token(self.width) + 2 + centre
-
-
-def _value(centres: mx.array, units: mx.array) -> mx.array:
-    return centres.astype(mx.float32) * units.astype(mx.float32)[..., None]
 
 
 class PairCodec(Codec):

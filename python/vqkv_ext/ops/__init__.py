@@ -6,6 +6,7 @@ from .hadamard import hadamard, hadamard_quantize
 from .native import native
 from .qjl import qjl_encode, qjl_inner_product
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
+from .trellis import trellis_encode
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "qjl_inner_product",
     "quantize_scalar",
     "quantize_vq",
+    "trellis_encode",
     "unpack_bits",
 ]

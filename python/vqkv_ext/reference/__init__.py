@@ -11,6 +11,7 @@ from .attention import attention, attention_primitive, decode, visible_tokens
 from .hadamard import hadamard, hadamard_quantize
 from .qjl import qjl_encode, qjl_inner_product, qjl_inner_product_primitive
 from .scalar import dequantize_scalar, pack_bits, quantize_scalar, unpack_bits
+from .trellis import trellis_encode
 from .vq import dequantize_vq, fake_quantize_vq, quantize_vq
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "qjl_inner_product",
     "quantize_scalar",
     "quantize_vq",
+    "trellis_encode",
     "unpack_bits",
     "visible_tokens",
 ]

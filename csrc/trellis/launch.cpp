@@ -1,0 +1,25 @@
+#include <algorithm>
+
+#include "trellis/primitive.h"
+
+namespace vqkv {
+namespace {
+constexpr int kValues = 640, kSimdgroups = 4;  // as in metal/trellis.h
+}
+
+std::vector<Launch> trellis_encode_launch(const std::vector<mx::array>& in,
+                                          const std::vector<mx::array>& out,
+                                          const TrellisCode& code) {
+  auto p = trellis_params(in[0].shape(), code);
+  p.simdgroups = std::min(kSimdgroups, kValues / ((p.width + 7) / 8 * 8));
+  Launch l;
+  l.kernel = "trellis_encode_" + std::to_string(p.bits);
+  l.inputs = in;
+  l.outputs = out;
+  l.set_params(p);
+  l.grid = {groups(p.rows, p.simdgroups), 1, 1};
+  l.threads = 32 * p.simdgroups;
+  return {l};
+}
+
+}  // namespace vqkv
