@@ -12,7 +12,7 @@ from .codecs import recipe
 from .codecs.base import Codec, CodedArrays
 from .coded_body import ARRAYS
 from .compressed_array import CompressedArray
-from .packed import MAX_CHANNELS, Layout, PackedKV
+from .packed import MAX_CHANNELS, Layout, PackedKV, layout_rows
 
 _STEP = 8  # query tokens that fit the tail without moving it
 _DENSE_GROWTH = 256  # tokens by which a tail grows while nothing is coded yet
@@ -116,7 +116,7 @@ class CompressedCache:
     ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`."""
         c = self.config
-        counts = mx.array(rows, dtype=mx.int32)
+        counts = layout_rows(tuple(map(tuple, rows)))
         if self._tails is not None and tails is not self._tails:
             # who evaluates the output has evaluated the cache too, and may go on in another thread
             (counts,) = mx.depends([counts], list(self._tails))
