@@ -243,7 +243,6 @@ kernel void attention_prefill(
                                      int(tgid.z) - p.splits, p.tail_splits, tid, lane);
   }
 
-  const float unit = body && p.value.scaled ? state.unit : 1.0f;
   UNROLL
   for (int i = 0; i < 2; i++) {
     const float l = matrix_sum_columns(state.l[i]);
@@ -254,10 +253,10 @@ kernel void attention_prefill(
     device float* to = part + at * D + int(matrix_column(lane));
     UNROLL
     for (int n = 0; n < D / 8; n++)
-      *(device float2*)(to + 8 * n) = state.out[2 * n + i] * unit;
+      *(device float2*)(to + 8 * n) = state.out[2 * n + i];
     if (matrix_column(lane) == 0) {
       const bool seen = state.m[i] > ATTENTION_LEAST;
-      part_ml[at * 2] = seen ? state.m[i] * rows.factor[i] : ATTENTION_NEVER;
+      part_ml[at * 2] = seen ? metal::fma(state.m[i], rows.factor[i], state.unit) : ATTENTION_NEVER;
       part_ml[at * 2 + 1] = l;
     }
   }

@@ -13,8 +13,10 @@
 template <int D>
 struct PrefillState {
   float2 out[D / 4];
-  float m[2], l[2];     // before the factor; l: of this lane's tokens only
-  float unit, inverse;  // of the scales of the values: out counts in it
+  float m[2], l[2];  // m: before the factor; l: of this lane's tokens only
+  // Weights go through 16 bits after the scales of their values: they are relative to the largest
+  // of these besides m, by its logarithm.
+  float largest, unit;
 };
 
 struct PrefillRows {
@@ -38,7 +40,7 @@ METAL_FUNC void start_prefill(thread PrefillState<D>& state) {
     state.m[i] = ATTENTION_NEVER;
     state.l[i] = 0.0f;
   }
-  state.unit = state.inverse = 0.0f;
+  state.largest = state.unit = 0.0f;
 }
 
 // c[i]: products of row i with the centres of steps column and column + 1, from block `first` on.
@@ -112,20 +114,21 @@ METAL_FUNC void prefill_scores(thread float2* s, thread const float2* centres, u
 // Raises the references of weights and the unit of the values to what a step has.
 template <int D>
 METAL_FUNC void raise_prefill(thread PrefillState<D>& state, thread const float* top,
-                              thread const float* factor, float most) {
-  const float unit = metal::max(state.unit, metal::simd_max(most));
-  const float by = unit > 0.0f ? state.unit / unit : 1.0f;
-  state.inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-  state.unit = unit;
+                              thread const float* factor, bool weighted, float most) {
+  const float before = state.unit;
+  if (weighted) {
+    state.largest = metal::max(state.largest, metal::simd_max(most));
+    state.unit = metal::log2(metal::clamp(state.largest, 1.0e-18f, 1.0e18f));
+  }
   UNROLL
   for (int i = 0; i < 2; i++) {
     const float m = metal::max(state.m[i], matrix_max_columns(top[i]));
-    const float shrink = metal::exp2((state.m[i] - m) * factor[i]);
+    const float shrink = metal::exp2(metal::fma(state.m[i] - m, factor[i], before - state.unit));
     state.m[i] = m;
     state.l[i] *= shrink;
     UNROLL
     for (int n = 0; n < D / 8; n++)
-      state.out[2 * n + i] = state.out[2 * n + i] * (shrink * by);
+      state.out[2 * n + i] = state.out[2 * n + i] * shrink;
   }
 }
 
@@ -151,16 +154,17 @@ METAL_FUNC void prefill_weights(thread typename MatrixTypes<T>::pair* p,
     value_scales = seen >= 2 ? value_scales : seen == 1 ? value_scales & 0xffffu : 0u;
     const float2 both = pair_scales(value_scales);
     most = metal::max(both.x, both.y);
-    raised = raised | (most > state.unit);
+    raised = raised | (most > state.largest);
   }
   if (metal::simd_any(raised))
-    raise_prefill<D>(state, top, rows.factor, most);
+    raise_prefill<D>(state, top, rows.factor, weighted, most);
 
   UNROLL
   for (int i = 0; i < 2; i++) {
     const float factor = rows.factor[i];
     // no weight where nothing is seen
-    const float shift = state.m[i] > ATTENTION_LEAST ? state.m[i] * factor : 0.0f;
+    const float shift =
+        state.m[i] > ATTENTION_LEAST ? metal::fma(state.m[i], factor, state.unit) : 0.0f;
     UNROLL
     for (int n = 0; n < N; n++) {
       const float2 w = float2(metal::exp2(metal::fma(s[2 * n + i].x, factor, -shift)),
@@ -172,10 +176,8 @@ METAL_FUNC void prefill_weights(thread typename MatrixTypes<T>::pair* p,
   if (weighted) {
     UNROLL
     for (int n = 0; n < N; n++) {
-      // weights go through 16 bits: kept near 1
-      const float2 by = pair_scales(metal::simd_shuffle(
-                            value_scales, ushort(4 * n + int(matrix_column(lane)) / 2))) *
-                        state.inverse;
+      const float2 by = pair_scales(
+          metal::simd_shuffle(value_scales, ushort(4 * n + int(matrix_column(lane)) / 2)));
       s[2 * n] = s[2 * n] * by;
       s[2 * n + 1] = s[2 * n + 1] * by;
     }

@@ -6,8 +6,10 @@
 #define PREFILL_THREADS (32 * TILE_SIMDS)
 #define PREFILL_ROWS (16 * TILE_SIMDS)
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
-// Chunks of eight values that a thread has of a tile, and words it loads for one.
-#define PREFILL_TURNS(D) ((TILE_ROWS * (D) / 8 + PREFILL_THREADS - 1) / PREFILL_THREADS)
+// A thread has one chunk of eight values of every PREFILL_STRIDE-th row of a tile, and loads
+// PREFILL_WORDS for each.
+#define PREFILL_STRIDE(D) (PREFILL_THREADS / ((D) / 8))
+#define PREFILL_TURNS(D) ((TILE_ROWS + PREFILL_STRIDE(D) - 1) / PREFILL_STRIDE(D))
 #define PREFILL_WORDS(CODED) ((CODED) ? 1 : 4)
 
 METAL_FUNC void chunk_words(thread uint* words, uint4 x) {
@@ -20,10 +22,11 @@ METAL_FUNC void chunk_words(thread uint* words, uint4 x) {
 // What the thread has of the tile at token `start`: codes, or vectors; those after `last` are 0.
 template <typename T, bool CODED, int D, int DIMS>
 METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
+  const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
-    const int i = int(tid) + turn * PREFILL_THREADS, row = i / (D / 8), chunk = i % (D / 8);
-    if (i >= TILE_ROWS * D / 8)
+    const int row = first_row + turn * PREFILL_STRIDE(D);
+    if (row >= TILE_ROWS)
       continue;
     if (CODED) {
       load_bytes<8 / DIMS>(words + turn,
@@ -49,11 +52,12 @@ METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table) {
 template <bool CODED, int D, int DIMS>
 METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
                              uint tid) {
+  const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
-    const int i = int(tid) + turn * PREFILL_THREADS;
-    if (i < TILE_ROWS * D / 8)
-      tile[tile_chunk<D>(i / (D / 8), i % (D / 8))] =
+    const int row = first_row + turn * PREFILL_STRIDE(D);
+    if (row < TILE_ROWS)
+      tile[tile_chunk<D>(row, chunk)] =
           chunk_values<CODED, DIMS>(words + turn * PREFILL_WORDS(CODED), table);
   }
 }

@@ -43,10 +43,10 @@ MSL_DEVICE void pin(vec<float, 2>* c) {
     asm volatile("" : "+f"(c[i].x), "+f"(c[i].y)::"memory");
 }
 
-// Rows of 128 bytes, eight rows after eight.
-MSL_DEVICE uint64_t tile_descriptor(uint32_t address) {
-  return uint64_t((address & 0x3ffffu) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
-         uint64_t(1) << 62;
+// Rows of 128 bytes, eight rows after eight, `bytes` from the beginning of a tile.
+MSL_DEVICE uint64_t tile_descriptor(uint32_t tile, int bytes) {
+  const uint32_t low = ((tile >> 4) | 1u << 16) + (bytes >> 4);
+  return uint64_t(low) | uint64_t(1024 >> 4 | 1u << 30) << 32;
 }
 
 #define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
@@ -81,7 +81,7 @@ MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile)
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = 0; k < D / 16; k++)
-    wgmma_rows(c, a + 4 * k, tile_descriptor(at + k / 4 * (TILE_ROWS * 128) + k % 4 * 32), k > 0);
+    wgmma_rows(c, a + 4 * k, tile_descriptor(at, k / 4 * (TILE_ROWS * 128) + k % 4 * 32), k > 0);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <typename T, int D>
@@ -94,7 +94,7 @@ MSL_DEVICE void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile
 #pragma unroll
     for (int h = 0; h < D / 64; h++)
       wgmma_columns(c + 16 * h, a + 4 * k,
-                    tile_descriptor(at + h * (TILE_ROWS * 128) + k * (16 * 128)), 1);
+                    tile_descriptor(at, h * (TILE_ROWS * 128) + k * (16 * 128)), 1);
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
