@@ -66,8 +66,7 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state,
     at.end = end;
     const int next = seen_block<CODED>(all, block + 1);
     const int next_start = metal::min(next * TILE_ROWS, latest);
-    rows.plain =
-        at.start == at.base && at.base >= own.high.first && at.base + TILE_ROWS <= own.low.last;
+    rows.plain = at.base >= own.high.first && at.base + TILE_ROWS <= own.low.last;
     uint key_scales = 0, value_scales = 0;
     if (CODED && scales.scaled)
       key_scales = load_pair(scales.keys, at.start, even, lane);

@@ -19,7 +19,8 @@ METAL_FUNC void chunk_words(thread uint* words, uint4 x) {
   words[3] = x.w;
 }
 
-// What the thread has of the tile at token `start`: codes, or vectors; those after `last` are 0.
+// What the thread has of the tile at token `start`: codes, or vectors. In place of those after
+// `last` stands it: what lies there may be NaN, and 0 * NaN is not 0.
 template <typename T, bool CODED, int D, int DIMS>
 METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
@@ -34,8 +35,7 @@ METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int 
     } else {
       const int slot = metal::min(start + row, last);
       const uint4 x = ((device const uint4*)(s.vectors + long(slot) * D))[chunk];
-      // what lies there may be NaN, and 0 * NaN is not 0
-      chunk_words(words + turn * PREFILL_WORDS(CODED), slot == start + row ? x : uint4(0));
+      chunk_words(words + turn * PREFILL_WORDS(CODED), x);
     }
   }
 }

@@ -118,10 +118,15 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
-  // the tail first: of prefill it has the part of its tokens
-  const int64_t of_tail = prefill ? target * p.tail / std::max(1, p.tail + p.body) : target;
-  p.tail_splits = slices(p.tail, tiles * heads, of_tail, least);
-  p.splits = slices(p.body, tiles * heads, target - p.tail_splits * tiles * heads, least);
+  const int64_t pairs = tiles * heads;
+  if (prefill) {
+    const int64_t of_tail = target * p.tail / std::max(1, p.tail + p.body);
+    p.tail_splits = slices(p.tail, pairs, of_tail, least);
+    p.splits = slices(p.body, pairs, target, least);
+  } else {
+    p.tail_splits = slices(p.tail, pairs, target, least);
+    p.splits = slices(p.body, pairs, target - p.tail_splits * pairs, least);
+  }
   const int all = std::max(p.splits + p.tail_splits, 1);
   p.tail_splits = all - p.splits;
 
