@@ -118,8 +118,8 @@ kernel void attention_matrix(
       row_scale[r] = p.scale;
   }
   if (body)
-    fill_tables<DIMS>(memory, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
-                      v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
+    fill_tables<DIMS, ATTENTION_THREADS>(memory, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
+                                         v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
   const bool turned = body && p.key_basis.order > 0;
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = int(sg); r < ROWS; r += ATTENTION_SIMDS) {

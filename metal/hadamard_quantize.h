@@ -358,7 +358,7 @@ kernel void hadamard_quantize_blocks(
   const int mine = int(sg + HADAMARD_SIMDGROUPS * (lane / LANES));  // row of a pass
 
   // Tokens t, t + 16, ... are summed in order, then the 16 sums by halves.
-  float v[E * KEPT], low[E], high[E];
+  float v[E * KEPT] = {}, low[E], high[E];
   for (int r = 0; r < E; r++)
     low[r] = high[r] = 0.0f;
   for (int t0 = 0; t0 < p.block; t0 += PASS) {

@@ -139,11 +139,11 @@ METAL_FUNC void load_scales(thread float* scales, device const bfloat* at, bool 
 }
 
 // Puts the values of both tables, rows of DIMS, into every copy of their rows.
-template <int DIMS>
+template <int DIMS, int THREADS>
 METAL_FUNC void fill_tables(threadgroup uchar* rows, device const float* keys,
                             device const float* values, uint tid) {
   constexpr int PARTS = TABLE_ROW_BYTES / 32;  // of 16 bytes, in a table's half of a row
-  for (int i = int(tid); i < 512; i += ATTENTION_THREADS) {
+  for (int i = int(tid); i < 512; i += THREADS) {
     device const float* from = (i < 256 ? keys : values) + i % 256 * DIMS;
     uint words[4];
     UNROLL

@@ -8,7 +8,9 @@
 //   instantiate_kernel_groups(name, threads, groups, func, args...)   the same, to be compiled so
 //     that a core holds `groups` threadgroups, where the compiler can be told
 //   UNROLL                                    the loop that follows, where that makes it faster
-//   threadgroup_tables(name);                 256 rows of TABLE_ROW_BYTES bytes, as for an array
+//   threadgroup_bytes(name, n);               n bytes, as for an array: on CUDA may be many, which
+//     the host asks for (Launch::cuda_shared_bytes)
+//   threadgroup_tables(name);                 256 rows of TABLE_ROW_BYTES bytes likewise
 //   table_row(word, i, at)                    the offset of row `byte i of word` of them, plus `at`
 //
 // Matrices of 8 x 8 of a simdgroup: a lane holds the elements (matrix_row(lane),
@@ -20,7 +22,19 @@
 //     (2 i + e, 2 c + e) is that of row 2 i (b[0]) or 2 i + 1 (b[1]) and column c; others are 0
 //   matrix_from_row(x, row, lane)   what the lane of that row and the same column has
 //   matrix_multiply_add(c, a, b)   c[i] += a[2 i] b[0] + a[2 i + 1] b[1] for i = 0, 1
+//   matrix_right_transposed(b, lane)   the same of the transpose of what the lanes hold
 //   matrix_sum_rows(x), matrix_max_rows(x)   over the lanes of equal column
+//   matrix_sum_columns(x), matrix_max_columns(x)   over the lanes of equal row
+//   matrix_rounded<T>(x, y)        a pair
+//
+// Tiles of TILE_ROWS rows of D 16-bit values in threadgroup memory, at a multiple of 1024 bytes,
+// stand on the right of the products of a threadgroup of TILE_SIMDS simdgroups, each with left
+// matrices `a` of 16 rows: pair 4 k + 2 i + j is of rows 8 i and columns 16 k + 8 j. Sums `c`: pair
+// 2 n + i is of rows 8 i and columns 8 n.
+//   tile_chunk<D>(row, chunk)      where eight values of a row lie, counted in 16 bytes
+//   tile_barrier()                 a threadgroup's barrier; tiles written before may be multiplied
+//   tile_scores<T, D>(c, a, tile)  c = a tile^T, begun: until tile_wait<number of pairs>(c) nothing
+//   tile_outputs<T, D>(c, a, tile) c += a tile    may touch c, or write to a and tile
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
@@ -43,9 +57,10 @@ using namespace metal;
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
 #define TABLE_ROW_BYTES 64
-#define threadgroup_tables(name)                                 \
-  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+#define threadgroup_bytes(name, n)                   \
+  threadgroup_array(uint4, name##_memory, (n) / 16); \
   threadgroup uchar* name = (threadgroup uchar*)name##_memory
+#define threadgroup_tables(name) threadgroup_bytes(name, 256 * TABLE_ROW_BYTES)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #define instantiate_kernel(name, func, ...) \

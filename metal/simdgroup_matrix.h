@@ -15,6 +15,15 @@ template <typename Pair>
 METAL_FUNC Pair matrix_right(Pair b) {
   return b;
 }
+template <typename Pair>
+METAL_FUNC Pair matrix_right_transposed(Pair b, uint lane) {
+  const uint row = matrix_row(lane), column = matrix_column(lane);
+  const uint word = as_type<uint>(b);
+  const uint first = metal::simd_shuffle(word, ushort(matrix_lane(column, row)));
+  const uint second = metal::simd_shuffle(word, ushort(matrix_lane(column + 1u, row)));
+  return as_type<Pair>((row & 1u) != 0 ? (first >> 16) | (second & 0xffff0000u)
+                                       : (first & 0xffffu) | (second << 16));
+}
 template <typename T>
 METAL_FUNC void matrix_right_paired(thread metal::vec<T, 2>* b, float x, uint lane) {
   const float other = metal::simd_shuffle_xor(x, ushort(2));
@@ -54,3 +63,67 @@ METAL_FUNC float matrix_max_rows(float x) {
   x = metal::max(x, metal::simd_shuffle_xor(x, ushort(4)));
   return metal::max(x, metal::simd_shuffle_xor(x, ushort(16)));
 }
+METAL_FUNC float matrix_sum_columns(float x) {
+  x += metal::simd_shuffle_xor(x, ushort(1));
+  return x + metal::simd_shuffle_xor(x, ushort(8));
+}
+METAL_FUNC float matrix_max_columns(float x) {
+  x = metal::max(x, metal::simd_shuffle_xor(x, ushort(1)));
+  return metal::max(x, metal::simd_shuffle_xor(x, ushort(8)));
+}
+template <typename T>
+METAL_FUNC metal::vec<T, 2> matrix_rounded(float x, float y) {
+  return metal::vec<T, 2>(T(x), T(y));
+}
+
+// Tiles: with two of 32 rows of 128 values, and the tables, threadgroup memory is full.
+#define TILE_ROWS 32
+#define TILE_SIMDS 4
+
+METAL_FUNC void tile_barrier() {
+  metal::threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+template <int D>
+METAL_FUNC int tile_chunk(int row, int chunk) {
+  return row * (D / 8) + chunk;
+}
+// c[i] += a[2 i + k] times an 8 x 8 part of a tile, for row halves i of the left matrices.
+template <typename T, int D>
+METAL_FUNC void tile_product(thread float2* c, thread const metal::vec<T, 2>* a,
+                             threadgroup const T* part, int k, bool transposed) {
+  simdgroup_matrix<T, 8, 8> right;
+  simdgroup_load(right, part, D, ulong2(0, 0), transposed);
+  for (int i = 0; i < 2; i++) {
+    simdgroup_matrix<T, 8, 8> left;
+    simdgroup_matrix<float, 8, 8> sum;
+    reinterpret_cast<thread metal::vec<T, 2>&>(left.thread_elements()) = a[2 * i + k];
+    reinterpret_cast<thread float2&>(sum.thread_elements()) = c[i];
+    simdgroup_multiply_accumulate(sum, left, right, sum);
+    c[i] = reinterpret_cast<thread float2&>(sum.thread_elements());
+  }
+}
+template <typename T, int D>
+METAL_FUNC void tile_scores(thread float2* c, thread const metal::vec<T, 2>* a,
+                            threadgroup const T* tile) {
+  UNROLL
+  for (int i = 0; i < TILE_ROWS / 4; i++)
+    c[i] = float2(0.0f);
+  UNROLL
+  for (int k = 0; k < D / 8; k++) {
+    UNROLL
+    for (int n = 0; n < TILE_ROWS / 8; n++)
+      tile_product<T, D>(c + 2 * n, a + k / 2 * 4, tile + 8 * n * D + 8 * k, k % 2, true);
+  }
+}
+template <typename T, int D>
+METAL_FUNC void tile_outputs(thread float2* c, thread const metal::vec<T, 2>* a,
+                             threadgroup const T* tile) {
+  UNROLL
+  for (int k = 0; k < TILE_ROWS / 8; k++) {
+    UNROLL
+    for (int n = 0; n < D / 8; n++)
+      tile_product<T, D>(c + 2 * n, a + k / 2 * 4, tile + 8 * k * D + 8 * n, k % 2, false);
+  }
+}
+template <int N>
+METAL_FUNC void tile_wait(thread float2*) {}

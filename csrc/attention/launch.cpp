@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "attention/primitive.h"
+#include "backend/backend.h"
 #include "mlx/allocator.h"
 
 namespace vqkv {
@@ -18,9 +19,17 @@ constexpr uint32_t kThreads = 128;
 constexpr int kMatrixTokens = 64;
 constexpr uint32_t kCudaTables = 256 * 256;
 
+// metal/attention_prefill.h: simdgroups of 16 query rows, more on CUDA (TILE_SIMDS), where two
+// tiles of 64 tokens are in threadgroup memory besides the tables. Fewer rows would leave most of
+// a threadgroup idle.
+constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12;
+constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 96;
+
 // Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
 // but never less than 256 tokens of work for one.
 constexpr int64_t kCores = 132, kTokensPerSlice = 256;
+// Prefill has a core for each threadgroup: eight rounds, of which the last may be partly empty.
+constexpr int64_t kPrefillGroups = 1056, kPrefillTokensPerSlice = 1024;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
@@ -30,13 +39,16 @@ mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& te
   return a;
 }
 
-/** Slices for `tokens` tokens of each of `groups` (row tile, kv head) pairs, `total` in all. */
-int slices(int64_t tokens, int64_t groups, int64_t total) {
+/**
+ * Slices of at least `least` tokens, unless there are fewer, of `tokens` tokens of each of `groups`
+ * (row tile, kv head) pairs; `total` in all.
+ */
+int slices(int64_t tokens, int64_t groups, int64_t total, int64_t least) {
   if (tokens == 0) {
     return 0;
   }
   const int64_t wanted = std::clamp<int64_t>(total / std::max<int64_t>(1, groups), 1, kMaxSlices);
-  const int64_t useful = (tokens + kTokensPerSlice - 1) / kTokensPerSlice;
+  const int64_t useful = (tokens + least - 1) / least;
   // equal numbers of steps for all
   const int64_t steps = (useful + wanted - 1) / wanted;
   return static_cast<int>((useful + steps - 1) / steps);
@@ -59,7 +71,8 @@ bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
          p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
          (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
          aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
-         aligned(in[kKeyCentres]) && aligned(in[kKeyScales]) && aligned(in[kValueScales]);
+         aligned(in[kKeyCentres]) && (!p.key.scaled || aligned(in[kKeyScales])) &&
+         (!p.value.scaled || aligned(in[kValueScales]));
 }
 
 }  // namespace
@@ -72,8 +85,22 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   const int64_t heads = int64_t(p.batch) * p.kv_heads;
 
   Launch first;
+  first.threads = kThreads;
   int rows_per_group, groups_per_core = 3;
-  if (fits_matrices(in, p)) {
+  int64_t least = kTokensPerSlice;
+  const bool cuda = !backend::simulated() && std::string(backend::gpu_executor()) == "cuda";
+  const bool matrices = fits_matrices(in, p);
+  const bool prefill =
+      matrices && p.key_dim <= 128 && rows_of_head >= (cuda ? kCudaPrefillRows : kPrefillRows);
+  if (prefill) {
+    const int simds = cuda ? kCudaPrefillSimds : kPrefillSimds;
+    rows_per_group = 16 * simds;
+    first.threads = 32 * simds;
+    least = kPrefillTokensPerSlice;
+    first.cuda_shared_bytes = kCudaTables + 2 * kMatrixTokens * p.key_dim * 2;
+    first.kernel = "attention_prefill_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) +
+                   "_" + std::to_string(p.key.dims);
+  } else if (matrices) {
     rows_per_group = rows_of_head <= 4 ? 4 : rows_of_head <= 8 ? 8 : 16;
     groups_per_core = rows_per_group == 4 && p.key_dim < 256 ? 3 : 2;
     first.cuda_shared_bytes = kCudaTables;
@@ -87,9 +114,16 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
-  const int64_t target = kCores * groups_per_core;
-  p.tail_splits = slices(p.tail, tiles * heads, target);
-  p.splits = slices(p.body, tiles * heads, target - p.tail_splits * tiles * heads);
+  const int64_t pairs = tiles * heads;
+  const int64_t target = prefill ? kPrefillGroups : kCores * groups_per_core;
+  if (prefill) {
+    const int64_t of_tail = target * p.tail / std::max(1, p.tail + p.body);
+    p.tail_splits = slices(p.tail, pairs, of_tail, least);
+    p.splits = slices(p.body, pairs, target, least);
+  } else {
+    p.tail_splits = slices(p.tail, pairs, target, least);
+    p.splits = slices(p.body, pairs, target - p.tail_splits * pairs, least);
+  }
   const int all = std::max(p.splits + p.tail_splits, 1);
   p.tail_splits = all - p.splits;
 
@@ -100,7 +134,6 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   first.inputs.push_back(in[kKeyDiagonal]);
   first.outputs = {part, part_ml};
   first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(all)};
-  first.threads = kThreads;
   first.set_params(p);
 
   Launch merge;

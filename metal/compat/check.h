@@ -25,9 +25,12 @@ typedef __bf16 bfloat;
 #define threadgroup_array(T, name, ...) static threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static constant constexpr T name[__VA_ARGS__]
 #define TABLE_ROW_BYTES 64
-#define threadgroup_tables(name)                                 \
-  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+#define TILE_ROWS 32
+#define TILE_SIMDS 4
+#define threadgroup_bytes(name, n)                   \
+  threadgroup_array(uint4, name##_memory, (n) / 16); \
   threadgroup uchar* name = (threadgroup uchar*)name##_memory
+#define threadgroup_tables(name) threadgroup_bytes(name, 256 * TABLE_ROW_BYTES)
 #define UNROLL
 #define instantiate_kernel_groups(name, threads, groups, ...) instantiate_kernel(name, __VA_ARGS__)
 #ifdef MSL_CHECK_THREAD
@@ -234,6 +237,31 @@ void matrix_multiply_add(thread float2*, thread const half2*, thread const half2
 void matrix_multiply_add(thread float2*, thread const bfloat2*, thread const bfloat2*);
 float matrix_sum_rows(float);
 float matrix_max_rows(float);
+float matrix_sum_columns(float);
+float matrix_max_columns(float);
+half2 matrix_right_transposed(half2, uint);
+bfloat2 matrix_right_transposed(bfloat2, uint);
+template <typename T>
+struct pair_of;
+template <>
+struct pair_of<half> {
+  typedef half2 type;
+};
+template <>
+struct pair_of<bfloat> {
+  typedef bfloat2 type;
+};
+template <typename T>
+typename pair_of<T>::type matrix_rounded(float, float);
+void tile_barrier();
+template <int D>
+int tile_chunk(int, int);
+template <typename T, int D>
+void tile_scores(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
+template <typename T, int D>
+void tile_outputs(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
+template <int N>
+void tile_wait(thread float2*);
 
 }  // namespace metal
 #undef MSL_EACH_VECTOR

@@ -135,6 +135,10 @@ MSL_DEVICE Pair matrix_right(Pair b) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
   return bit_cast<Pair>(word);
 }
+template <typename Pair>
+MSL_DEVICE Pair matrix_right_transposed(Pair b, uint) {
+  return b;
+}
 template <typename T>
 MSL_DEVICE void matrix_right_paired(vec<T, 2>* b, float x, uint lane) {
   uint32_t word = bit_cast<uint32_t>(vec<T, 2>(T(x), T(x)));
@@ -176,18 +180,31 @@ MSL_DEVICE float matrix_max_rows(float x) {
     x = metal::max(x, simd_shuffle_xor(x, ushort(h)));
   return x;
 }
-#undef MSL_DEVICE
+MSL_DEVICE float matrix_sum_columns(float x) {
+  x += simd_shuffle_xor(x, ushort(1));
+  return x + simd_shuffle_xor(x, ushort(2));
+}
+MSL_DEVICE float matrix_max_columns(float x) {
+  x = metal::max(x, simd_shuffle_xor(x, ushort(1)));
+  return metal::max(x, simd_shuffle_xor(x, ushort(2)));
+}
 
 }  // namespace metal
+
+#include "cuda_tiles.h"
+#undef MSL_DEVICE
 
 using metal::matrix_column;
 using metal::matrix_from_row;
 using metal::matrix_lane;
+using metal::matrix_max_columns;
 using metal::matrix_max_rows;
 using metal::matrix_multiply_add;
 using metal::matrix_right;
 using metal::matrix_right_paired;
+using metal::matrix_right_transposed;
 using metal::matrix_row;
+using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
 using metal::table_row;
 
@@ -195,9 +212,10 @@ using metal::table_row;
 #define METAL_FUNC __device__ __forceinline__
 #define threadgroup_array(T, name, ...) __shared__ T name[__VA_ARGS__]
 // More than the 48 KiB that a kernel may have of its own accord: the host asks for it.
-#define threadgroup_tables(name)                     \
-  extern __shared__ uint4 vqkv_threadgroup_tables[]; \
-  uchar* name = reinterpret_cast<uchar*>(vqkv_threadgroup_tables)
+#define threadgroup_bytes(name, n)                                   \
+  extern __shared__ __align__(1024) uint4 vqkv_threadgroup_memory[]; \
+  uchar* name = reinterpret_cast<uchar*>(vqkv_threadgroup_memory)
+#define threadgroup_tables(name) threadgroup_bytes(name, 256 * TABLE_ROW_BYTES)
 #define program_constant(T, name, ...) static __device__ constexpr T name[__VA_ARGS__]
 
 #define UNROLL _Pragma("unroll")

@@ -153,6 +153,13 @@ template <typename Pair>
 inline Pair matrix_right(Pair b) {
   return b;
 }
+template <typename Pair>
+inline Pair matrix_right_transposed(Pair b, uint lane, MSL_SITE) {
+  const uint row = matrix_row(lane), column = matrix_column(lane);
+  const Pair first = simd_shuffle(b, ushort(matrix_lane(column, row)), site);
+  const Pair second = simd_shuffle(b, ushort(matrix_lane(column + 1, row)), site);
+  return Pair(first[row & 1], second[row & 1]);
+}
 template <typename T>
 inline void matrix_right_paired(vec<T, 2>* b, float x, uint lane, MSL_SITE) {
   const float other = simd_shuffle_xor(x, ushort(2), site);
@@ -206,18 +213,31 @@ inline float matrix_max_rows(float x, MSL_SITE) {
   }
   return x;
 }
+inline float matrix_sum_columns(float x, MSL_SITE) {
+  x += simd_shuffle_xor(x, ushort(1), site);
+  return x + simd_shuffle_xor(x, ushort(8), site);
+}
+inline float matrix_max_columns(float x, MSL_SITE) {
+  x = max(x, simd_shuffle_xor(x, ushort(1), site));
+  return max(x, simd_shuffle_xor(x, ushort(8), site));
+}
 #undef MSL_SITE
 
 }  // namespace metal
 
+#include "sim_tiles.h"
+
 using metal::matrix_column;
 using metal::matrix_from_row;
 using metal::matrix_lane;
+using metal::matrix_max_columns;
 using metal::matrix_max_rows;
 using metal::matrix_multiply_add;
 using metal::matrix_right;
 using metal::matrix_right_paired;
+using metal::matrix_right_transposed;
 using metal::matrix_row;
+using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
 using metal::table_row;
 
@@ -228,9 +248,10 @@ using metal::table_row;
   T(&name)                                         \
   [__VA_ARGS__] = *static_cast<T(*)[__VA_ARGS__]>( \
       vqkv::sim::threadgroup_memory(&key_of_##name, sizeof(T) * (__VA_ARGS__), alignof(T), #name))
-#define threadgroup_tables(name)                                 \
-  threadgroup_array(uint4, name##_memory, 16 * TABLE_ROW_BYTES); \
+#define threadgroup_bytes(name, n)                   \
+  threadgroup_array(uint4, name##_memory, (n) / 16); \
   threadgroup uchar* name = (threadgroup uchar*)name##_memory
+#define threadgroup_tables(name) threadgroup_bytes(name, 256 * TABLE_ROW_BYTES)
 #define program_constant(T, name, ...) [[maybe_unused]] static constexpr T name[__VA_ARGS__]
 
 #define UNROLL

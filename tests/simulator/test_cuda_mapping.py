@@ -14,13 +14,17 @@ ROOT = HERE.parents[1]
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    "source",
-    [HERE / "good_kernels.metal", ROOT / "csrc" / "simulator" / "kernels.cpp"],
-    ids=lambda p: p.stem,
+    ("source", "architecture"),
+    [
+        (HERE / "good_kernels.metal", "sm_90"),
+        (ROOT / "csrc" / "simulator" / "kernels.cpp", "sm_90"),
+        (ROOT / "metal" / "attention_prefill.metal", "sm_90a"),  # wgmma
+    ],
+    ids=["good_kernels", "kernels", "prefill"],
 )
-def test_nvcc_compiles(tmp_path: Path, source: Path) -> None:
-    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-c", "-o", str(tmp_path / "kernels.o")]
-    command += ["-x", "cu", str(source)]
+def test_nvcc_compiles(tmp_path: Path, source: Path, architecture: str) -> None:
+    command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-c"]
+    command += ["-o", str(tmp_path / "kernels.o"), "-x", "cu", str(source)]
     r = subprocess.run(command, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
     assert "warning" not in r.stderr, r.stderr

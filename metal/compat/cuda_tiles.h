@@ -1,0 +1,170 @@
+// Products with tiles of threadgroup memory, on CUDA. Rows of a tile are pieces of 128 bytes, 64
+// values, whose chunks of 16 bytes are permuted by the row: what wgmma calls a swizzle of 128
+// bytes, and free of bank conflicts for ldmatrix. Compiled for sm_90a four warps multiply together
+// by wgmma, and go on while it works; elsewhere each does by mma.
+#pragma once
+
+#define TILE_ROWS 64
+#define TILE_SIMDS 12
+
+namespace metal {
+
+template <int D>
+MSL_DEVICE int tile_chunk(int row, int chunk) {
+  return chunk / 8 * (TILE_ROWS * 8) + row * 8 + ((chunk ^ row) & 7);
+}
+template <typename T>
+MSL_DEVICE vec<T, 2> matrix_rounded(float x, float y);
+template <>
+MSL_DEVICE vec<half, 2> matrix_rounded<half>(float x, float y) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(y), "f"(x));
+  return bit_cast<vec<half, 2>>(word);
+}
+template <>
+MSL_DEVICE vec<bfloat, 2> matrix_rounded<bfloat>(float x, float y) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(y), "f"(x));
+  return bit_cast<vec<bfloat, 2>>(word);
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+MSL_DEVICE void tile_barrier() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+}
+
+// Keeps the compiler from moving uses of registers past here.
+template <int N>
+MSL_DEVICE void pin(vec<float, 2>* c) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    asm volatile("" : "+f"(c[i].x), "+f"(c[i].y)::"memory");
+}
+
+// Rows of 128 bytes, eight rows after eight, `bytes` from the beginning of a tile.
+MSL_DEVICE uint64_t tile_descriptor(uint32_t tile, int bytes) {
+  const uint32_t low = ((tile >> 4) | 1u << 16) + (bytes >> 4);
+  return uint64_t(low) | uint64_t(1024 >> 4 | 1u << 30) << 32;
+}
+
+#define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
+#define MSL_WGMMA(name, T, TYPE, TRANSPOSED)                                                  \
+  MSL_DEVICE void name(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile, int add) {        \
+    asm volatile(                                                                             \
+        "{\n"                                                                                 \
+        ".reg .pred p;\n"                                                                     \
+        "setp.ne.b32 p, %37, 0;\n"                                                            \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                           \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "   \
+        "{%32, %33, %34, %35}, %36, p, 1, 1, " TRANSPOSED                                     \
+        ";\n"                                                                                 \
+        "}\n"                                                                                 \
+        : MSL_PAIR(0), MSL_PAIR(1), MSL_PAIR(2), MSL_PAIR(3), MSL_PAIR(4), MSL_PAIR(5),       \
+          MSL_PAIR(6), MSL_PAIR(7), MSL_PAIR(8), MSL_PAIR(9), MSL_PAIR(10), MSL_PAIR(11),     \
+          MSL_PAIR(12), MSL_PAIR(13), MSL_PAIR(14), MSL_PAIR(15)                              \
+        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                       \
+          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile), "r"(add)); \
+  }
+MSL_WGMMA(wgmma_rows, half, "f16", "0")
+MSL_WGMMA(wgmma_rows, bfloat, "bf16", "0")
+MSL_WGMMA(wgmma_columns, half, "f16", "1")
+MSL_WGMMA(wgmma_columns, bfloat, "bf16", "1")
+#undef MSL_WGMMA
+#undef MSL_PAIR
+
+template <typename T, int D>
+MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+  const uint32_t at = uint32_t(__cvta_generic_to_shared(tile));
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+    wgmma_rows(c, a + 4 * k, tile_descriptor(at, k / 4 * (TILE_ROWS * 128) + k % 4 * 32), k > 0);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <typename T, int D>
+MSL_DEVICE void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+  const uint32_t at = uint32_t(__cvta_generic_to_shared(tile));
+  pin<D / 4>(c);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < TILE_ROWS / 16; k++) {
+#pragma unroll
+    for (int h = 0; h < D / 64; h++)
+      wgmma_columns(c + 16 * h, a + 4 * k,
+                    tile_descriptor(at, h * (TILE_ROWS * 128) + k * (16 * 128)), 1);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int N>
+MSL_DEVICE void tile_wait(vec<float, 2>* c) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  pin<N>(c);
+}
+
+#else
+
+MSL_DEVICE void tile_barrier() {
+  __syncthreads();
+}
+
+// Four matrices of 8 x 8, from the row of a matrix whose address a lane gives.
+#define MSL_LDMATRIX(name, TRANSPOSED)                                                            \
+  template <typename T>                                                                           \
+  MSL_DEVICE void name(vec<T, 2>* b, const T* tile, int chunk) {                                  \
+    uint32_t w[4];                                                                                \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])                                 \
+                 : "r"(uint32_t(__cvta_generic_to_shared(tile)) + 16u * uint32_t(chunk)));        \
+    _Pragma("unroll") for (int i = 0; i < 4; i++) b[i] = bit_cast<vec<T, 2>>(w[i]);               \
+  }
+MSL_LDMATRIX(load_rows, "")
+MSL_LDMATRIX(load_columns, ".trans")
+#undef MSL_LDMATRIX
+
+template <typename T, int D>
+MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+  const int lane = int(threadIdx.x & 31u), matrix = lane / 8;
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS / 4; i++)
+    c[i] = vec<float, 2>(0.0f);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+#pragma unroll
+    for (int n = 0; n < TILE_ROWS / 8; n += 2) {
+      vec<T, 2> b[4];
+      load_rows(b, tile, tile_chunk<D>(8 * (n + matrix / 2) + lane % 8, 2 * k + matrix % 2));
+      matrix_multiply_add(c + 2 * n, a + 4 * k, b);
+      matrix_multiply_add(c + 2 * n + 2, a + 4 * k, b + 2);
+    }
+  }
+}
+template <typename T, int D>
+MSL_DEVICE void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+  const int lane = int(threadIdx.x & 31u), matrix = lane / 8;
+#pragma unroll
+  for (int k = 0; k < TILE_ROWS / 16; k++) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2) {
+      vec<T, 2> b[4];
+      load_columns(b, tile, tile_chunk<D>(16 * k + 8 * (matrix % 2) + lane % 8, n + matrix / 2));
+      matrix_multiply_add(c + 2 * n, a + 4 * k, b);
+      matrix_multiply_add(c + 2 * n + 2, a + 4 * k, b + 2);
+    }
+  }
+}
+template <int N>
+MSL_DEVICE void tile_wait(vec<float, 2>*) {}
+
+#endif
+
+}  // namespace metal
+
+using metal::matrix_rounded;
+using metal::tile_barrier;
+using metal::tile_chunk;
+using metal::tile_outputs;
+using metal::tile_scores;
+using metal::tile_wait;
