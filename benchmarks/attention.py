@@ -1,12 +1,12 @@
 """Attention over compressed caches against the best that MLX and mlx-lm offer, decode and prefill.
 
 The ways of a shape are measured in one run, in turns (on a GPU, mlx-lm's apart, see
-attention_alone.py): `mx.fast.scaled_dot_product_attention` on
-dense keys and values, mlx-lm's own 4-bit cache, and for several queries also decoding the codes and
-then dense attention (what a cache without a kernel of its own has to do). The floor is the longer
-of two times: the bytes that a call must move at the bandwidth of a copy, and the operations of its
-two products at the rate of a large matrix product. A GPU keeps what fits its second-level cache
-from one call to the next, so that short contexts may go below the floor.
+attention_alone.py): `mx.fast.scaled_dot_product_attention` on dense keys and values, mlx-lm's own
+4-bit cache, and for several queries also decoding the codes and then dense attention (what a cache
+without a kernel of its own has to do). The floor is the longer of two times: the bytes that a call
+must move at the bandwidth of a copy, and the operations of its two products at the rate of a large
+matrix product. A GPU keeps what fits its second-level cache from one call to the next, so that
+short contexts may go below the floor.
 """
 
 from __future__ import annotations

@@ -105,14 +105,20 @@ def test_attention_ways_agree(shape):
     rows = slice(-1, None)
     assert mx.abs(ours - decoded)[:, :, rows].max() < 1e-3
     assert 1e-3 < mx.abs(ours - dense).max() < 0.1
-    calls, missing = attention.others(case)
-    assert gpu or not missing
-    for _ in range(3 if not missing else 0):
+    calls, alone, missing = attention.others(case, attention.parse(["--rounds", "1"]), 1)
+    assert gpu or not missing and not alone
+    for _ in range(3 if "mlx_lm_4bit" in calls else 0):
         assert mx.abs(calls["mlx_lm_4bit"]() - dense).max() < 0.2
     assert mx.array_equal(case.dense(), dense)
     coded, held = 384, 512 - 384  # blocks of 64 in 512 - 4 - 64
     side = case.shape.batch * 2 * (coded * (32 + 2) + held * 64 * 4)
     assert attention_case.least_bytes(case, cache, handles) == 2 * side + 2 * case.q.nbytes
+
+
+def test_mlx_lm_alone():
+    assert attention_alone.measured("4/2x64:64", "float32", 1, 1) > 0
+    with pytest.raises(RuntimeError, match="a shape must read like"):
+        attention_alone.measured("4", "float32", 1, 1)
 
 
 @pytest.mark.parametrize("op", encode.OPS, ids=lambda op: op.name)
