@@ -17,6 +17,7 @@ from vqkv_ext.evaluation import stock_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import attention  # noqa: E402
+import attention_alone  # noqa: E402
 import attention_case  # noqa: E402
 import attention_targets  # noqa: E402
 import encode  # noqa: E402
