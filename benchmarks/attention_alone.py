@@ -27,8 +27,8 @@ def measured(shape: str, dtype: str, rounds: int, together: int) -> float:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"mlx-lm's path hung for {SECONDS} s") from error
     if done.returncode:
-        last = [*done.stderr.strip().splitlines(), f"exit code {done.returncode}"][-1]
-        raise RuntimeError(last)
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(lines[-1])
     return float(done.stdout.split()[-1])
 
 
