@@ -12,7 +12,8 @@ from .codecs import recipe
 from .codecs.base import Codec, CodedArrays
 from .coded_body import ARRAYS
 from .compressed_array import CompressedArray
-from .packed import MAX_CHANNELS, Layout, PackedKV, layout_rows
+from .layout_rows import layout_rows
+from .packed import MAX_CHANNELS, Layout, PackedKV
 
 _STEP = 8  # query tokens that fit the tail without moving it
 _DENSE_GROWTH = 256  # tokens by which a tail grows while nothing is coded yet
@@ -116,7 +117,7 @@ class CompressedCache:
     ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`."""
         c = self.config
-        counts = layout_rows(tuple(map(tuple, rows)))
+        counts = layout_rows(rows)
         if self._tails is not None and tails is not self._tails:
             # who evaluates the output has evaluated the cache too, and may go on in another thread
             (counts,) = mx.depends([counts], list(self._tails))
