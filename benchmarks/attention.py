@@ -19,7 +19,7 @@ from typing import Any
 import attention_alone
 import mlx.core as mx
 from attention_case import Call, Case, Shape, least_bytes
-from attention_targets import targets
+from attention_targets import OVER_MLX_LM, targets
 from report import (
     COLORS,
     LACKING,
@@ -64,6 +64,8 @@ def others(
     calls: dict[str, Call] = {"mlx": case.dense}
     alone: dict[str, float] = {}
     try:
+        if on_gpu() and str(case.shape) not in OVER_MLX_LM:
+            return calls, alone, {}  # a process each: only where there is a target
         if on_gpu():
             us = attention_alone.measured(str(case.shape), args.dtype, args.rounds, together)
             alone["mlx_lm_4bit"] = us
