@@ -140,9 +140,11 @@ class CompressedKVCache(CompressedCache):
         for t in tails:
             sinks = min(config.sink_tokens, used)
             recent = t[:, :, max(begin, sinks) : used]
-            free = self._tail_room(sinks + recent.shape[2]) - sinks - recent.shape[2]
-            zeros = mx.zeros((*t.shape[:2], free, t.shape[3]), t.dtype)
-            kept.append(mx.concatenate([t[:, :, :sinks], recent, zeros], axis=2))
+            last = sinks + recent.shape[2]
+            moved = mx.zeros((*t.shape[:2], self._tail_room(last), t.shape[3]), t.dtype)
+            moved[:, :, :sinks] = t[:, :, :sinks]
+            moved[:, :, sinks:last] = recent
+            kept.append(moved)
         self._tails = (kept[0], kept[1])
         self._tail_start = start
 
