@@ -170,7 +170,7 @@ def test_t18_damaged_files_are_refused(model, tmp_path):
     mx.save_safetensors(str(path), {"a": mx.zeros(3)})
     with pytest.raises(ValueError, match="must be written by save_prompt_cache"):
         load_prompt_cache(path)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="must be a file, but"):
         load_prompt_cache(tmp_path / "nothing.safetensors")
     with pytest.raises(ValueError, match="must end in .safetensors"):
         save_prompt_cache(tmp_path / "cache.npz", cache)

@@ -74,7 +74,7 @@ def load_prompt_cache(
     """
     op, path = "load_prompt_cache", _checked(path, "load_prompt_cache")
     if not path.is_file():
-        raise FileNotFoundError(f"[{op}] there is no file {path}.")
+        raise FileNotFoundError(f"[{op}] {path} must be a file, but there is none.")
     register()
     for name in _class_names(path, op):
         if not hasattr(stock, name):
