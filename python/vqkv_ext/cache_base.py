@@ -34,7 +34,7 @@ class CompressedCache:
 
     def __init__(self, key_codec: Codec, value_codec: Codec, config: CacheConfig | None = None):
         for codec in (key_codec, value_codec):
-            if not isinstance(codec, Codec):
+            if not hasattr(codec, "fingerprint"):
                 raise TypeError(
                     f"[{self._op}] key_codec and value_codec must be codecs, but got "
                     f"{type(codec).__name__}."
