@@ -367,8 +367,9 @@ def test_bad_input_changes_nothing(rng):
         cache.update_and_fetch(np.array(k), [v])
     with pytest.raises(TypeError, match="n must be an integer, but got 1.5"):
         cache.trim(1.5)
-    for state in ((), (*cache.state[:2], (1, 2), *cache.state[3:])):
-        with pytest.raises(ValueError, match="the state must be that of a CompressedKVCache"):
+    for counts in ((1, 2), (30, 29, 10), (300, 16, 10), (30, -8, 2)):
+        state = (*cache.state[:2], counts, *cache.state[3:])
+        with pytest.raises(ValueError, match=r"the state must .* but got counts \("):
             cache.state = state
     assert cache.offset == 30 and cache.config == SMALL and same(codes(cache), before)
 

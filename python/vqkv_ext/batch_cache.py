@@ -339,7 +339,7 @@ class BatchCompressedKVCache(CompressedCache):
         first = parts[0]
         for part in parts:
             check_alike(first, part)
-        rows = [_rows(part) for part in parts]
+        rows = [part._rows() for part in parts]
         counts = [len(r) for r in rows]
         new = cls(first.key_codec, first.value_codec, first.config, [0] * sum(counts))
         new._offsets, new._coded, new._starts = (list(x) for x in zip(*sum(rows, []), strict=True))
@@ -404,6 +404,9 @@ class BatchCompressedKVCache(CompressedCache):
         mask = (rows >= columns) & (columns >= self.left_padding[:, None, None, None])
         return mask if window_size is None else mask & (rows < columns + window_size)
 
+    def _rows(self) -> list[tuple[int, int, int]]:
+        return list(zip(self._offsets, self._coded, self._starts, strict=True))
+
     def _counts(self) -> tuple[Any, ...]:
         rows = (self._left, self._offsets, self._coded, self._starts)
         pending = [self._right, self._remaining] if self._right is not None else []
@@ -415,10 +418,3 @@ class BatchCompressedKVCache(CompressedCache):
         self._width = int(width)
         self._left, self._offsets, self._coded, self._starts = left, offsets, coded, starts
         self._right, self._remaining = pending or (None, None)
-
-
-def _rows(cache: CompressedCache) -> list[tuple[int, int, int]]:
-    """Of each row: offset, coded tokens, first tail token."""
-    if isinstance(cache, BatchCompressedKVCache):
-        return list(zip(cache._offsets, cache._coded, cache._starts, strict=True))
-    return [cache._counts()]

@@ -212,6 +212,9 @@ class CompressedKVCache(CompressedCache):
 
         return BatchCompressedKVCache.merge(caches)
 
+    def _rows(self) -> list[tuple[int, int, int]]:
+        return [self._counts()]
+
     def _counts(self) -> tuple[int, int, int]:
         return self.offset, self._coded, self._tail_start
 

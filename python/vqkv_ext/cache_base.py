@@ -223,10 +223,18 @@ class CompressedCache:
 
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
+        before = dict(vars(self))
+        try:
+            self._take(v)
+        except Exception:
+            vars(self).update(before)
+            raise
+
+    def _take(self, state: tuple[Any, ...]) -> None:
         op = self._op
-        if not isinstance(v, tuple | list) or len(v) != 5:
-            raise ValueError(f"[{op}] the state must be that of a {op}, but got {type(v)}.")
-        tails, bodies, counts, spans, recipes = v
+        if not isinstance(state, tuple | list) or len(state) != 5:
+            raise ValueError(f"[{op}] the state must be that of a {op}, but got {type(state)}.")
+        tails, bodies, counts, spans, recipes = state
         fingerprint = "/".join(r[0] for r in recipes)
         if fingerprint != self.fingerprint:
             raise ValueError(
@@ -236,16 +244,34 @@ class CompressedCache:
         present = [{n: own(a) for n, a in zip(ARRAYS, b, strict=True) if _given(a)} for b in bodies]
         sinks, window, block, prefill, start = spans
         metal = self.config.use_metal_kernels
-        config = CacheConfig(int(sinks), int(window), int(block), metal, prefill, int(start))
+        self.config = CacheConfig(int(sinks), int(window), int(block), metal, prefill, int(start))
+        self._tails = (own(tails[0]), own(tails[1])) if _given(tails[0]) else None
+        self._bodies = (present[0], present[1]) if present[0] else None
         try:
             self._set_counts(counts)
         except (TypeError, ValueError, AttributeError) as e:
             raise ValueError(
                 f"[{op}] the state must be that of a {op}, but got counts {counts}."
             ) from e
-        self.config = config
-        self._tails = (own(tails[0]), own(tails[1])) if _given(tails[0]) else None
-        self._bodies = (present[0], present[1]) if present[0] else None
+        if not all(self._holds(*row) for row in self._rows()):
+            raise ValueError(
+                f"[{op}] the state must hold the tokens it counts, but got counts {counts}."
+            )
+
+    def _rows(self) -> list[tuple[int, int, int]]:
+        """Of each row: offset, coded tokens, first tail token."""
+        raise NotImplementedError
+
+    def _holds(self, offset: int, coded: int, start: int) -> bool:
+        """Whether there is room in the arrays for a row with such counts."""
+        sinks, held = self.config.sink_tokens, max(0, offset)
+        tail = self._tails[0].shape[2] if self._tails is not None else 0
+        body = min((b["codes"].shape[2] for b in self._bodies or ()), default=0)
+        return (
+            0 <= coded <= min(body, max(0, held - sinks))
+            and sinks <= start <= sinks + coded
+            and self.config.slot(held, start) <= tail
+        )
 
     @classmethod
     def from_state(
