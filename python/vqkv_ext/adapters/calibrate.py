@@ -77,7 +77,7 @@ def calibrate(
             f"[calibrate] preset must be one of {', '.join(vecinfer.PRESETS)}, but got {preset!r}."
         )
     if len(tokens) < 256:
-        raise ValueError(f"[calibrate] needs at least 256 tokens, but got {len(tokens)}.")
+        raise ValueError(f"[calibrate] tokens must be at least 256, but got {len(tokens)}.")
     shape = model_shape(model)
     vecinfer.check_width(spec, shape.key_dim, shape.value_dim)
     collected = collect(model, tokens, progress=reading)

@@ -82,9 +82,7 @@ class Calibration:
         for i, layer in enumerate(self.layers):
             key, value = layer.key, layer.value
             if not isinstance(key.transform, SmoothedHadamard) or not isinstance(key, ProductCodec):
-                raise ValueError(
-                    f"[Calibration] only VecInfer codecs can be saved, but got {key.name}."
-                )
+                raise ValueError(f"[Calibration] codecs must be VecInfer's, but got {key.name}.")
             arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
             arrays[f"layers.{i}.value.codebook"] = value.code.table.astype(mx.float16)
@@ -110,7 +108,7 @@ class Calibration:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"[Calibration] there is no file {path}.")
+            raise FileNotFoundError(f"[Calibration] {path} must be a file, but there is none.")
         try:
             arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
             mx.eval(arrays)
@@ -139,7 +137,9 @@ class Calibration:
             ]
             tokens = int(metadata["tokens"])
         except (KeyError, TypeError, ValueError) as e:
-            raise ValueError(f"[Calibration] {path} is damaged: {e}.") from e
+            raise ValueError(
+                f"[Calibration] {path} must hold a whole calibration, but reading it failed: {e}."
+            ) from e
         return cls(preset, shape, layers, tokens)
 
 

@@ -97,6 +97,7 @@ def codec(name: str, width: int, side: str) -> Codec:
             TurboQuant-Prod) take TurboQuant of the same size for values.
 
     Raises:
+        TypeError: A width that is no integer.
         ValueError: An unknown name, or a head dimension the method cannot take.
     """
     if side not in ("key", "value"):
@@ -105,6 +106,8 @@ def codec(name: str, width: int, side: str) -> Codec:
         raise ValueError(
             f"[codec] the preset must be one of {', '.join(PRESETS)}, but got {name!r}."
         )
+    if not isinstance(width, int):
+        raise TypeError(f"[{name}] head_dim must be an integer, but got {width!r}.")
     if not 8 <= width <= MAX_CHANNELS:
         raise ValueError(f"[{name}] head_dim must be 8 to {MAX_CHANNELS}, but got {width}.")
     if name == "none":

@@ -32,6 +32,8 @@ def hadamard(
     """``(signs * x) H`` or its transpose; see :func:`vqkv_ext.ops.hadamard`."""
     width = x.shape[-1]
     _check("hadamard", width)
+    if x.size == 0:  # which mx.hadamard_transform refuses
+        return mx.zeros(x.shape, dtype or mx.float32)
     signs, x, scale = _over_rows(signs), x.astype(mx.float32), 1 / math.sqrt(width)
     if width & (width - 1) == 0:
         turn = lambda v: mx.hadamard_transform(v, scale=scale)  # noqa: E731
@@ -61,8 +63,8 @@ def over_heads(
 
 def _block_centres(y: mx.array, block: int) -> tuple[mx.array, mx.array]:
     """Mean of every block of rows as int8 steps ``[..., S / block, D]`` of a bfloat16 unit."""
-    *lead, _, width = y.shape
-    mean = y.reshape(*lead, -1, block, width).mean(axis=-2)
+    *lead, rows, width = y.shape
+    mean = y.reshape(*lead, rows // block, block, width).mean(axis=-2)
     mean = mx.where(mx.isfinite(mean), mean, 0.0)
     unit = (mx.abs(mean).max(axis=-1) / 127).astype(mx.bfloat16)
     wide = unit.astype(mx.float32)[..., None]

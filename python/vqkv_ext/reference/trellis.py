@@ -59,6 +59,9 @@ def trellis_encode(
 ) -> tuple[mx.array, mx.array]:
     """Codes and scales; see :func:`vqkv_ext.ops.trellis_encode`."""
     lead, width = x.shape[:-1], x.shape[-1]
+    if x.size == 0:  # mx.argmin refuses that
+        codes = mx.zeros((*lead, ((width - 1) * bits + 15) // 8), mx.uint8)
+        return codes, mx.zeros(lead, mx.bfloat16)
     y, table = x.astype(mx.float32).reshape(-1, width), table.astype(mx.float32)
     norm2 = _sum(y * y)
     finite, root = mx.isfinite(norm2), math.sqrt(width)
