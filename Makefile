@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 RELEASE := $(VENV)/.release
+DOCS := build/docs
 SOURCES := $(shell find pyproject.toml CMakeLists.txt cmake csrc metal python -type f \
   -not -name '*.so' -not -name '*.pyc' -not -name _build.py)
 PYTHON_FILES := python tests benchmarks tools cmake
@@ -83,13 +84,13 @@ $(RELEASE): $(DEPENDENCIES)
 	touch $@
 
 # The site, in build/site; warnings are errors. The native module need not be built for it.
-DOCS := $(VENV)/docs
 docs: $(DOCS)/.installed
-	$(DOCS)/bin/python tools/docs_build.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 $(DOCS)/.installed: pyproject.toml tools/requirements.py
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install -q $$($(PYTHON) tools/requirements.py --only docs)
+	$(PYTHON) tools/requirements.py --only docs > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt
 	touch $@
 
 asan: $(DEPENDENCIES)
