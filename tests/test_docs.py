@@ -1,8 +1,8 @@
 """Every code block of README.md, CONTRIBUTING.md and docs/ is executed.
 
 Blocks of a file run in order, Python ones in one namespace, in a folder where the names of models
-they use are those of one tiny model, made here. A block that needs what this machine has not says so in its info string,
-``title="needs ..."``; what such blocks there are is part of the test.
+they use are those of one tiny model, made here. A block that needs what this machine may not have
+says so in its info string, ``title="needs ..."``; what such blocks there are is part of the test.
 """
 
 from __future__ import annotations

@@ -105,9 +105,7 @@ def audit(module: Path, libmlx: Path, mlx_core: Path | None = None) -> Report:
         # the types of exceptions would not be those that libmlx throws
         report.faults.append(f"the module must load {_LIBCXX}")
     if not binary.has_code_signature:
-        report.faults.append(
-            "the module has no signature: arm64 macOS ends a process that loads it"
-        )
+        report.faults.append("the module has no signature, without which a Mac does not load it")
     if mlx_core is not None:
         own, mlx = nanobind_keys(module), nanobind_keys(mlx_core)
         if own != mlx:
