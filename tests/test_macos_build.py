@@ -34,7 +34,7 @@ EXPORT PyInit__other() {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mlx() -> Path:
     cache = Path(os.environ.get("VQKV_CACHE", ROOT / ".cache"))
     package = cross_build.package_folder(cross_build.pinned_mlx(), cache)
@@ -50,8 +50,14 @@ def module(mlx: Path, folder: Path, flags: list[str]) -> Path:
     return cross_build.link([cross_build.compile_one(source, flags, folder)], mlx, folder)
 
 
-def test_a_sound_module_has_no_faults(mlx, tmp_path):
-    report = check_exports.audit(module(mlx, tmp_path, ["-DGOOD"]), mlx / "lib" / "libmlx.dylib")
+@pytest.fixture(scope="session")
+def good(mlx, tmp_path_factory) -> Path:
+    """A sound module, without bindings."""
+    return module(mlx, tmp_path_factory.mktemp("good"), ["-DGOOD"])
+
+
+def test_a_sound_module_has_no_faults(mlx, good):
+    report = check_exports.audit(good, mlx / "lib" / "libmlx.dylib")
     assert report.faults == [] and report.mlx_symbols > 0
 
 
@@ -77,17 +83,17 @@ def test_every_kind_of_fault_is_reported(mlx, tmp_path, monkeypatch):
         assert fault.startswith(start)
 
 
-def test_a_module_without_signature_is_reported(mlx, tmp_path):
-    binary = check_exports.parse(module(mlx, tmp_path, ["-DGOOD"]))
+def test_a_module_without_signature_is_reported(mlx, good, tmp_path):
+    binary = check_exports.parse(good)
     binary.remove_signature()
     binary.write(str(tmp_path / "unsigned.so"))
     report = check_exports.audit(tmp_path / "unsigned.so", mlx / "lib" / "libmlx.dylib")
     assert report.faults == ["the module has no signature, without which a Mac does not load it"]
 
 
-def test_exceptions_are_those_of_the_system(mlx, tmp_path):
+def test_exceptions_are_those_of_the_system(mlx, good, tmp_path):
     """A libc++ inside the module would not catch what libmlx throws."""
-    binary = check_exports.parse(module(mlx, tmp_path, ["-DGOOD"]))
+    binary = check_exports.parse(good)
     assert {str(s.name) for s in binary.exported_symbols} >= {"_PyInit__ext"}
     assert not [s for s in binary.exported_symbols if str(s.name).startswith(("__Zn", "__Zd"))]
     stub = cross_build.libcxx_stub(mlx, tmp_path).read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import test_macos_build as build
-from test_macos_build import mlx  # noqa: F401  (a fixture)
+from test_macos_build import good, mlx  # noqa: F401  (fixtures)
 
 pytest.importorskip("scikit_build_core")
 import wheel_audit  # noqa: E402  (test_macos_build adds its folder)
@@ -23,9 +23,8 @@ SOUND_BUT_FOR_NANOBIND = "nanobind's key must be mlx.core's"
 
 
 @pytest.fixture(scope="module")
-def wheel(mlx, tmp_path_factory) -> Path:  # noqa: F811
-    folder = tmp_path_factory.mktemp("wheel")
-    return wheels.make(PYTHON, build.module(mlx, folder, ["-DGOOD"]), folder)
+def wheel(good, tmp_path_factory) -> Path:  # noqa: F811
+    return wheels.make(PYTHON, good, tmp_path_factory.mktemp("wheel"))
 
 
 def faults(path: Path, **more: bool) -> list[str]:
@@ -53,8 +52,8 @@ def test_a_sound_wheel_has_no_faults(wheel):
     ]
 
 
-def test_the_same_sources_give_the_same_wheel(wheel, mlx, tmp_path):  # noqa: F811
-    again = wheels.make(PYTHON, build.module(mlx, tmp_path, ["-DGOOD"]), tmp_path)
+def test_the_same_sources_give_the_same_wheel(wheel, good, tmp_path):  # noqa: F811
+    again = wheels.make(PYTHON, good, tmp_path)
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
 
 

@@ -20,7 +20,7 @@ import lief
 
 lief.logging.disable()
 
-TARGET = (14, 0)
+TARGET = (14, 0)  # PIN: the oldest macOS of mlx's wheels
 RPATHS = ["@loader_path/../mlx/lib"]
 # mlx::core, anywhere in a mangled name, and metal-cpp, whose constants live in libmlx
 _MLX = re.compile(r"3mlx4core|^__Z\w*?N(2NS|3MTL|4MTL4|2CA)\d")
