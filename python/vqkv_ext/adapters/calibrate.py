@@ -16,6 +16,8 @@ from .mlx_lm import model_shape
 Progress = Callable[[int, int], None]
 """Called with what is done and the total."""
 
+LEAST_TOKENS = 256
+
 
 def collect(
     model: nn.Module,
@@ -76,8 +78,10 @@ def calibrate(
         raise ValueError(
             f"[calibrate] preset must be one of {', '.join(vecinfer.PRESETS)}, but got {preset!r}."
         )
-    if len(tokens) < 256:
-        raise ValueError(f"[calibrate] needs at least 256 tokens, but got {len(tokens)}.")
+    if len(tokens) < LEAST_TOKENS:
+        raise ValueError(
+            f"[calibrate] needs at least {LEAST_TOKENS} tokens, but got {len(tokens)}."
+        )
     shape = model_shape(model)
     vecinfer.check_width(spec, shape.key_dim, shape.value_dim)
     collected = collect(model, tokens, progress=reading)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from . import vecinfer
+from . import presets, vecinfer
 from .base import Codec
 from .product import ProductCodec
 from .transforms import SmoothedHadamard
@@ -45,10 +46,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Codecs fitted to a model: ``vqkv calibrate`` writes one, ``make_prompt_cache`` takes one.
+    """Codecs fitted to a model, or presets chosen for its layers: ``vqkv calibrate`` writes one,
+    ``make_prompt_cache`` takes one.
 
     Attributes:
-        preset: Name of the method and its size.
+        preset: Name of the method and its size, or of a mixture of presets and its budget.
         shape: Of the model.
         layers: The codecs, one pair per layer.
         tokens: Calibration tokens they were fitted to.
@@ -79,11 +81,15 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Write the file; its name should end in ``.safetensors``."""
         arrays: dict[str, mx.array] = {}
-        for i, layer in enumerate(self.layers):
+        names = [(layer.key.name, layer.value.name) for layer in self.layers]
+        for i, (layer, pair) in enumerate(zip(self.layers, names, strict=True)):
+            if set(pair) <= set(presets.PRESETS):
+                continue
             key, value = layer.key, layer.value
             if not isinstance(key.transform, SmoothedHadamard) or not isinstance(key, ProductCodec):
                 raise ValueError(
-                    f"[Calibration] only VecInfer codecs can be saved, but got {key.name}."
+                    "[Calibration] only presets and VecInfer codecs can be saved, but got "
+                    f"{key.name}."
                 )
             arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
@@ -95,6 +101,8 @@ class Calibration:
             "shape": json.dumps(vars(self.shape)),
             "tokens": str(self.tokens),
         }
+        if set(names) != {(self.preset, self.preset)}:
+            metadata["codecs"] = json.dumps(names)
         path = Path(path)
         part = path.with_name(f".{path.stem}.part.safetensors")  # never a half-written file
         mx.save_safetensors(str(part), arrays, metadata)
@@ -125,17 +133,23 @@ class Calibration:
                 f"{metadata.get('format')!r} version {metadata.get('version')!r}."
             )
         preset = metadata.get("preset", "")
-        spec = vecinfer.PRESETS.get(preset)
-        if spec is None:
-            raise ValueError(
-                f"[Calibration] {path} must be of a known preset ({', '.join(vecinfer.PRESETS)}), "
-                f"but got {preset!r}."
-            )
         try:
             shape = ModelShape(**json.loads(metadata["shape"]))
+            names = [(preset, preset)] * shape.layers
+            if "codecs" in metadata:
+                names = [(key, value) for key, value in json.loads(metadata["codecs"])]
+            known = {*presets.PRESETS, *vecinfer.PRESETS}
+            if unknown := sorted({str(n) for pair in names for n in pair} - known):
+                raise ValueError(
+                    f"its codecs must be of known presets ({', '.join(sorted(known))}), but got "
+                    f"{', '.join(map(repr, unknown))}"
+                )
+            make = functools.cache(presets.codec)
             layers = [
-                _layer(spec, shape, *(arrays[f"layers.{i}.{name}"] for name in _LAYER))
-                for i in range(shape.layers)
+                LayerCodecs(make(key, shape.key_dim, "key"), make(value, shape.value_dim, "value"))
+                if {key, value} <= set(presets.PRESETS)
+                else _layer(vecinfer.PRESETS[key], shape, *_arrays(arrays, i))
+                for i, (key, value) in zip(range(shape.layers), names, strict=True)
             ]
             tokens = int(metadata["tokens"])
         except (KeyError, TypeError, ValueError) as e:
@@ -144,6 +158,10 @@ class Calibration:
 
 
 _LAYER = ("key.smooth", "key.codebook", "value.codebook")
+
+
+def _arrays(arrays: dict[str, mx.array], layer: int) -> list[mx.array]:
+    return [arrays[f"layers.{layer}.{name}"] for name in _LAYER]
 
 
 def _layer(
