@@ -247,6 +247,31 @@ def drawing(figure: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     axes[0, 0].legend()
 
 
+def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a row for each cache: stored bits per number, then KL over all positions and
+    over late ones, its multiple, and top-1 for each text of each run."""
+    panels = [(run, text) for run in runs for text in run["quality"]]
+    head = ["cache", "bits", *(f"{text}, {run['tokens']}" for run, text in panels)]
+    bits = {
+        name: 8 * slope / run["numbers_per_token"]
+        for run in runs
+        for name, slope in run["bytes_per_further_token"].items()
+        if family(name)
+    }
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name in sorted(bits, key=lambda n: -bits[n]):
+        cells = []
+        for run, text in panels:
+            q = run["quality"][text].get(name)
+            cells.append(
+                f"{q['kl']:.5f} / {q['kl_late']:.5f} / {q['multiple']:.3f} / {100 * q['top1']:.0f}"
+                if q
+                else ""
+            )
+        lines.append([f"`{name}`", f"{bits[name]:.2f}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -276,6 +301,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     parser.add_argument("--targets", action="store_true", help="say which targets are met")
+    parser.add_argument("--markdown", action="store_true", help="one table of all texts")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (matplotlib)")
     parser.add_argument(
         "--from-json", type=Path, nargs="+", metavar="FILE", help="use these, measure nothing"
@@ -308,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for text, quality in r["quality"].items():
                 for line in verdicts(text, r["tokens"], quality):
                     console.print(line, soft_wrap=True, highlight=False)
+    if args.markdown:
+        print(markdown(runs))
     if args.plot:
         draw(runs, args.plot)
         console.print(f"wrote {args.plot}", soft_wrap=True)

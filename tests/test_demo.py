@@ -116,11 +116,21 @@ def test_quality_of_files(tmp_path, monkeypatch, capsys):
     numbers.write_text(json.dumps(found))
     capsys.readouterr()
     monkeypatch.setattr(quality, "run", None)
-    read = ["--from-json", str(numbers), str(numbers), "--plot", str(picture), "--targets"]
+    read = [
+        "--from-json",
+        str(numbers),
+        str(numbers),
+        "--plot",
+        str(picture),
+        "--targets",
+        "--markdown",
+    ]
     assert quality.main(read) == 0
     assert picture.read_bytes()[1:4] == b"PNG"
     shown = capsys.readouterr().out
     assert shown.count("trellis-1bit, persuasion, 1024 tokens: 0.0") == 2 and "met" in shown
+    assert "| cache | bits | persuasion, 1024 | persuasion, 1024 |" in shown
+    assert f"| `trellis-1bit` | {8 * slopes['trellis-1bit'] / 512:.2f} | 0.0" in shown
 
 
 def test_targets_say_what_is_missed():

@@ -115,18 +115,17 @@ def _needles(found: Sequence[Retrieval]) -> Table:
     finds = ", ".join(
         f"{sum(r.reference)} of {len(r.reference)} at {r.length} tokens" for r in found
     )
-    depths = sorted({d for r in found for d in r.depths})
     table = _table(
         "needles found",
-        f"of those found without compression: {finds}; the right-hand columns are depths, of all "
-        "lengths together",
-        [*(f"{r.length}" for r in found), *(f"{100 * d:.0f} %" for d in depths)],
+        f"of those found without compression: {finds}; by length, and by depth of all lengths",
+        [*(f"{r.length}" for r in found), *(f"{20 * i}-{20 * i + 20} %" for i in range(5))],
     )
+    depths = sorted({d for r in found for d in r.depths})
     for name in found[0].found:
-        by_depth = []
-        for depth in depths:
-            counts = [r.count(name, depth) for r in found]
-            by_depth.append("/".join(str(sum(n)) for n in zip(*counts, strict=True)))
         by_length = ["/".join(map(str, r.count(name))) for r in found]
+        by_depth = []
+        for fifth in range(5):
+            counts = [r.count(name, d) for r in found for d in depths if int(5 * d) == fifth]
+            by_depth.append("/".join(str(sum(n)) for n in zip(*counts, strict=True)))
         table.add_row(escape(name), *by_length, *by_depth)
     return table
