@@ -235,7 +235,12 @@ def drawing(figure: Any, runs: Sequence[Mapping[str, Any]]) -> None:
                 if family(name) == method and q["kl"] > 0
             )
             if points:
-                style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+                turn = i // len(COLORS)
+                style = {
+                    "color": COLORS[(i + turn) % len(COLORS)],
+                    "marker": MARKERS[(i + 3 * turn) % len(MARKERS)],
+                    "linestyle": ("-", "--")[turn],
+                }
                 at.plot(*zip(*points, strict=True), label=method, **style)
         at.set_title(f"{text}, {run['tokens']} tokens")
         at.set_yscale("log")
