@@ -268,10 +268,9 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
         cells = []
         for run, text in panels:
             q = run["quality"][text].get(name)
+            late = "-" if q is None or q["kl_late"] is None else f"{q['kl_late']:.5f}"
             cells.append(
-                f"{q['kl']:.5f} / {q['kl_late']:.5f} / {q['multiple']:.3f} / {100 * q['top1']:.0f}"
-                if q
-                else ""
+                f"{q['kl']:.5f} / {late} / {q['multiple']:.3f} / {100 * q['top1']:.0f}" if q else ""
             )
         lines.append([f"`{name}`", f"{bits[name]:.2f}", *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

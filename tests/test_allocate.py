@@ -13,6 +13,7 @@ import writing
 from test_cli import fails, save_model
 from vqkv_ext import cli
 from vqkv_ext.adapters import allocate as module
+from vqkv_ext.adapters import sharding
 from vqkv_ext.adapters.allocate import CANDIDATES, Part, allocate, build, choose, measure
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.codecs import Calibration, presets
@@ -123,6 +124,13 @@ def test_file(model, parts, tmp_path):
         mx.save_safetensors(str(path), arrays, meta | {"codecs": bad})
         with pytest.raises(ValueError, match=message):
             Calibration.load(path)
+
+
+def test_ranks_share_presets(model, parts):
+    """Presets serve any heads, so a rank takes the codecs as they are, with fewer heads."""
+    made = build(model, parts, 2.6, tokens=300)
+    part = sharding._heads(made, 1, 2)
+    assert part.shape.kv_heads == 1 and part.layers == made.layers
 
 
 def test_bad_arguments(model):
