@@ -26,7 +26,11 @@ _NAMES = (
     "Quebec Warsaw Nairobi Denver Seoul Milan Kyoto Zurich Delhi Toronto Hamburg Naples Austin "
     "Sydney Moscow Dallas"
 ).split()
-_DIGITS = 4
+_WORDS = (
+    "apple bridge candle desert engine feather garden hammer island jacket kitchen ladder mirror "
+    "needle orange pencil rabbit saddle ticket violin window basket copper dragon falcon guitar "
+    "helmet magnet ribbon spider"
+).split()
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def haystacks(
             and from its start again where it ends. The first token stays the first.
         length: Tokens.
         needles: A multiple of :data:`DEPTHS`.
-        seed: Of names and numbers.
+        seed: Of names and words.
 
     Raises:
         ValueError: Arguments outside these ranges, or a length that the needles alone fill.
@@ -128,17 +132,17 @@ def _haystack(
     start: float,
     rng: np.random.Generator,
 ) -> Haystack:
-    names = rng.choice(_NAMES, DEPTHS, replace=False)
-    numbers = rng.integers(10 ** (_DIGITS - 1), 10**_DIGITS, DEPTHS)
+    names, words = (rng.choice(x, DEPTHS, replace=False) for x in (_NAMES, _WORDS))
     questions, sentences = [], []
-    for i, (name, number) in enumerate(zip(names, numbers, strict=True)):
-        fact = f"The secret number of {name} is"
-        sentences.append(encode(f"\n{fact} {number}.\n"))
-        prompt, whole = encode(f"\n{fact}"), encode(f"\n{fact} {number}")
+    for i, (name, word) in enumerate(zip(names, words, strict=True)):
+        # what tells the needles apart comes last, where a small model looks first
+        fact = f"The password is {name}"
+        sentences.append(encode(f"\n{fact} {word}.\n"))
+        prompt, whole = encode(f"\n{fact}"), encode(f"\n{fact} {word}")
         if whole[: len(prompt)] != prompt:
             raise ValueError(
                 "[haystacks] encode must give the tokens of a text's beginning first, but "
-                f"{fact!r} and {fact + f' {number}'!r} begin differently."
+                f"{fact!r} and {fact + f' {word}'!r} begin differently."
             )
         questions.append(Question((i + 0.5) / DEPTHS, prompt, whole[len(prompt) :]))
     asked = max(len(q.prompt) + len(q.answer) - 1 for q in questions)

@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
         type=at_least(1),
         metavar="TOKENS",
         default=(),
-        help="hide numbers at ten depths of texts of so many tokens, and ask for them at the end",
+        help="hide words at ten depths of texts of so many tokens, and ask for them at the end",
     )
     parser.add_argument(
         "--needles", type=at_least(1), default=50, help="of each length, a multiple of 10"

@@ -86,10 +86,11 @@ class Calibration:
             if set(pair) <= set(presets.PRESETS):
                 continue
             key, value = layer.key, layer.value
-            if not isinstance(key.transform, SmoothedHadamard) or not isinstance(key, ProductCodec):
+            fitted = all(isinstance(c, ProductCodec) for c in (key, value))
+            if not fitted or not isinstance(key.transform, SmoothedHadamard):
                 raise ValueError(
-                    "[Calibration] only presets and VecInfer codecs can be saved, but got "
-                    f"{key.name}."
+                    "[Calibration] the codecs of a layer must both be presets or both VecInfer's "
+                    f"to be saved, but got {key.name} and {value.name}."
                 )
             arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
