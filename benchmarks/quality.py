@@ -35,8 +35,9 @@ from smollm2 import CHUNK, calibrations, load
 from stages import stage
 
 from vqkv_ext import info
+from vqkv_ext.adapters import calibrate
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
-from vqkv_ext.codecs import Calibration, presets, vecinfer
+from vqkv_ext.codecs import Calibration, presets, query_aware, vecinfer
 from vqkv_ext.codecs.calibration import ModelShape
 from vqkv_ext.evaluation import LATE, Quality, compare, quantized_caches, stock_cache
 
@@ -44,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 from fetch_smollm2 import cache_dir
 
-PRESETS = (*presets.PRESETS, *vecinfer.PRESETS)
+PRESETS = (*presets.PRESETS, *calibrate.PRESETS)
 YARDSTICK = "mlx-lm kv_bits=4"
 GROWTH = (4096, 8192)  # tokens between which the growth of caches is counted
 TEXTS = [ROOT / "benchmarks" / "texts" / f"{n}.txt" for n in ("persuasion", "electronic_texts")]
@@ -57,6 +58,8 @@ def suitable(names: Sequence[str], shape: ModelShape) -> tuple[list[str], dict[s
         try:
             if name in vecinfer.PRESETS:
                 vecinfer.check_width(vecinfer.PRESETS[name], shape.key_dim, shape.value_dim)
+            elif name in query_aware.PRESETS:
+                query_aware.check_width(name, shape.key_dim)
             else:
                 presets.codec(name, shape.key_dim, "key")
                 presets.codec(name, shape.value_dim, "value")
@@ -176,7 +179,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shape = model_shape(model)
     names, refused = suitable(args.presets, shape)
     fitted = calibrations(
-        model, tokenizer, [n for n in names if n in vecinfer.PRESETS], args.calibration,
+        model, tokenizer, [n for n in names if n in calibrate.PRESETS], args.calibration,
         args.iterations, f"{name}-{args.dtype}", args.folder, console,
     )  # fmt: skip
     for path in args.files:
@@ -209,7 +212,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 FAMILIES = (
     "mlx-lm", "trellis", "centred", "turboquant", "turboquant-rvq", "turboquant-prod", "qjl",
-    "vecinfer", "mixed",
+    "vecinfer", "query-aware", "mixed",
 )  # fmt: skip
 
 

@@ -14,9 +14,10 @@ from rich.console import Console
 
 import tiny
 from test_cli import save_model
+from vqkv_ext.adapters.calibrate import PRESETS
 from vqkv_ext.adapters.mlx_lm import model_shape
 from vqkv_ext.cache import CompressedKVCache
-from vqkv_ext.codecs import Calibration, LayerCodecs, vecinfer
+from vqkv_ext.codecs import Calibration, LayerCodecs
 from vqkv_ext.codecs.calibration import ModelShape
 from vqkv_ext.codecs.presets import codec
 from vqkv_ext.evaluation import cache_bytes, stock_cache
@@ -65,7 +66,7 @@ def test_whole_demo(tmp_path, show, monkeypatch):
     assert "ΔPPL" in text and all(name in text for name in judged) and "earlier run" not in text
 
     files = {p.name: p.read_bytes() for p in args.folder.iterdir()}
-    assert len(files) == len(vecinfer.PRESETS)
+    assert len(files) == len(PRESETS)
     again = demo.run(args, SIZES, show)
     assert "earlier run" in show.export_text()
     assert {p.name: p.read_bytes() for p in args.folder.iterdir()} == files
@@ -155,7 +156,7 @@ def test_presets_that_do_not_fit_are_left_out(show):
     assert list(refused) == ["qjl-4bit"] and "centred-4bit" in taken
     assert set(taken) | set(refused) == set(quality.PRESETS)
     _, narrow = quality.suitable(quality.PRESETS, ModelShape("odd", 1, 1, 72, 72))
-    assert set(narrow) == set(vecinfer.PRESETS)  # 72 = 8 * 9 has no Hadamard matrix
+    assert set(narrow) == set(PRESETS)  # 72 = 8 * 9 has no Hadamard matrix
     caches = {"float32": lambda: stock_cache(model), **quality.compressed(model, [], {})}
     ones = dict.fromkeys(caches, 1)
     quality.judge("text", model, tiny.ids(9), caches, ones, ones, refused, show)

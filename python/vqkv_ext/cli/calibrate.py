@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..codecs.presets import PRESETS as FREE
-from ..codecs.vecinfer import PRESETS
+from ..codecs.query_aware import PRESETS as QUERY_AWARE
+from ..codecs.vecinfer import PRESETS as VECINFER
 from .common import (
     InputError,
     at_least,
@@ -51,7 +52,7 @@ def add(commands: Any) -> None:
     how.add_argument(
         "--preset",
         default=argparse.SUPPRESS,
-        choices=tuple(PRESETS),
+        choices=(*VECINFER, *QUERY_AWARE),
         help=f"the codec to fit (default: {_FITTED})",
     )
     how.add_argument(
@@ -78,8 +79,10 @@ def add(commands: Any) -> None:
             **_TOKENS
         ),
     )
-    fit.add_argument("--iterations", type=at_least(1), default=30, help="rounds of k-means")
-    fit.add_argument("--seed", type=at_least(0), default=0, help="of k-means")
+    fit.add_argument(
+        "--iterations", type=at_least(1), default=30, help="rounds of k-means (vecinfer)"
+    )
+    fit.add_argument("--seed", type=at_least(0), default=0, help="of k-means (vecinfer)")
     fit.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from . import presets, vecinfer
+from . import presets, query_aware, vecinfer
 from .base import Codec
 from .product import ProductCodec
 from .transforms import SmoothedHadamard
@@ -86,6 +86,9 @@ class Calibration:
             if set(pair) <= set(presets.PRESETS):
                 continue
             key, value = layer.key, layer.value
+            if key.name in query_aware.PRESETS:
+                arrays[f"layers.{i}.key.smooth"] = mx.abs(key.transform.diagonal)
+                continue
             fitted = all(isinstance(c, ProductCodec) for c in (key, value))
             if not fitted or not isinstance(key.transform, SmoothedHadamard):
                 raise ValueError(
@@ -102,7 +105,7 @@ class Calibration:
             "shape": json.dumps(vars(self.shape)),
             "tokens": str(self.tokens),
         }
-        if set(names) != {(self.preset, self.preset)}:
+        if set(names) != {_names(self.preset)}:
             metadata["codecs"] = json.dumps(names)
         path = Path(path)
         part = path.with_name(f".{path.stem}.part.safetensors")  # never a half-written file
@@ -136,10 +139,10 @@ class Calibration:
         preset = metadata.get("preset", "")
         try:
             shape = ModelShape(**json.loads(metadata["shape"]))
-            names = [(preset, preset)] * shape.layers
+            names = [_names(preset)] * shape.layers
             if "codecs" in metadata:
                 names = [(key, value) for key, value in json.loads(metadata["codecs"])]
-            known = {*presets.PRESETS, *vecinfer.PRESETS}
+            known = {*presets.PRESETS, *vecinfer.PRESETS, *query_aware.PRESETS}
             if unknown := sorted({str(n) for pair in names for n in pair} - known):
                 raise ValueError(
                     f"its codecs must be of known presets ({', '.join(sorted(known))}), but got "
@@ -149,7 +152,7 @@ class Calibration:
             layers = [
                 LayerCodecs(make(key, shape.key_dim, "key"), make(value, shape.value_dim, "value"))
                 if {key, value} <= set(presets.PRESETS)
-                else _layer(vecinfer.PRESETS[key], shape, *_arrays(arrays, i))
+                else _layer(key, shape, arrays, i)
                 for i, (key, value) in zip(range(shape.layers), names, strict=True)
             ]
             tokens = int(metadata["tokens"])
@@ -161,29 +164,35 @@ class Calibration:
 _LAYER = ("key.smooth", "key.codebook", "value.codebook")
 
 
-def _arrays(arrays: dict[str, mx.array], layer: int) -> list[mx.array]:
-    return [arrays[f"layers.{layer}.{name}"] for name in _LAYER]
+def _names(preset: str) -> tuple[str, str]:
+    """Of the codecs of a layer for keys and values, where all layers have those of a preset."""
+    bits = query_aware.PRESETS.get(preset)
+    return preset, preset if bits is None else f"trellis-{bits}bit"
 
 
-def _layer(
-    spec: vecinfer.VecInferSpec,
-    shape: ModelShape,
-    smooth: mx.array,
-    key_codebook: mx.array,
-    value_codebook: mx.array,
-) -> LayerCodecs:
-    rows = 1 << spec.codebook_bits
-    heads = shape.kv_heads if spec.per_head else 1
-    for name, x, want in (
-        (_LAYER[0], smooth, (shape.kv_heads, shape.key_dim)),
-        (_LAYER[1], key_codebook, (heads, 1, rows, spec.key_dims)),
-        (_LAYER[2], value_codebook, (heads, 1, rows, spec.value_dims)),
-    ):
-        if x.shape != want or not mx.isfinite(x).all():
-            raise ValueError(f"{name} must be finite of shape {want}, but got shape {x.shape}")
+def _layer(name: str, shape: ModelShape, arrays: dict[str, mx.array], at: int) -> LayerCodecs:
+    """The codecs of a layer that were fitted, ``name`` being the keys'."""
+    smooth = _checked(arrays, at, _LAYER[0], (shape.kv_heads, shape.key_dim))
     if not (smooth > 0).all():
         raise ValueError(f"{_LAYER[0]} must be positive, but its least value is {smooth.min()}")
-    pair = vecinfer.build(
-        spec, smooth, key_codebook, value_codebook, shape.key_dim, shape.value_dim
+    if name in query_aware.PRESETS:
+        pair = query_aware.build(name, smooth, shape.key_dim, shape.value_dim)
+        return LayerCodecs(*pair)
+    spec = vecinfer.PRESETS[name]
+    heads, rows = shape.kv_heads if spec.per_head else 1, 1 << spec.codebook_bits
+    books = [
+        _checked(arrays, at, book, (heads, 1, rows, dims))
+        for book, dims in zip(_LAYER[1:], (spec.key_dims, spec.value_dims), strict=True)
+    ]
+    return LayerCodecs(
+        *vecinfer.build(spec, smooth, books[0], books[1], shape.key_dim, shape.value_dim)
     )
-    return LayerCodecs(*pair)
+
+
+def _checked(
+    arrays: dict[str, mx.array], layer: int, name: str, shape: tuple[int, ...]
+) -> mx.array:
+    x = arrays[f"layers.{layer}.{name}"]
+    if x.shape != shape or not mx.isfinite(x).all():
+        raise ValueError(f"{name} must be finite of shape {shape}, but got shape {x.shape}")
+    return x
