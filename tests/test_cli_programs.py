@@ -163,7 +163,7 @@ def test_eval(model, loaded, calibration, tmp_path, capsys):
 
 def test_eval_of_generation(model, loaded, capsys):
     command = ["eval", model, "builtin", "--tokens", "300", "--kv", "turboquant-1bit"]
-    command += ["--needle", "450", "500", "--needles", "10", "--greedy", "3", "--chunk", "100"]
+    command += ["--needle", "750", "800", "--needles", "10", "--greedy", "3", "--chunk", "100"]
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     network, tokenizer = loaded
@@ -172,7 +172,7 @@ def test_eval_of_generation(model, loaded, capsys):
     (alone,) = agreement(network, tokens, 3, caches, chunk=100).values()
     assert found["greedy"]["turboquant-1bit"] == alone.to_dict()
     assert list(found["greedy"]) == list(found["caches"])
-    assert [(r["length"], r["needles"]) for r in found["needles"]] == [(450, 10), (500, 10)]
+    assert [(r["length"], r["needles"]) for r in found["needles"]] == [(750, 10), (800, 10)]
     for r in found["needles"]:
         assert set(r["caches"]) == set(found["caches"])
         assert {r["caches"][name]["of"] for name in r["caches"]} == {r["reference_finds"]}

@@ -10,7 +10,7 @@ import pytest
 
 from vqkv_ext.needles import DEPTHS, Haystack, haystacks, retrieve
 
-LENGTH = 900
+LENGTH = 1200
 
 
 def encode(text: str) -> list[int]:
@@ -114,8 +114,8 @@ def test_bad_arguments(stacks):
             haystacks(encode, FILLER, LENGTH, needles)
     with pytest.raises(ValueError, match="at least 2 tokens, but got 1"):
         haystacks(encode, FILLER[:1], LENGTH, 10)
-    with pytest.raises(ValueError, match=r"length must be at least (\d+), but got 300") as e:
-        haystacks(encode, FILLER, 300, 10)
+    with pytest.raises(ValueError, match=r"length must be at least (\d+), but got 400") as e:
+        haystacks(encode, FILLER, 400, 10)
     least = int(str(e.value).split("at least ")[1].split(",")[0])
     assert len(haystacks(encode, FILLER, least, 10)) == 1
     with pytest.raises(ValueError, match="begin differently"):

@@ -21,11 +21,18 @@ from .evaluation import MakeCache, stock_cache
 DEPTHS = 10
 """Needles per haystack, in the middles of as many equal parts."""
 
-_NAMES = (
-    "Lisbon Oslo Cairo Lima Prague Dublin Athens Tokyo Madrid Vienna Boston Geneva Berlin Havana "
-    "Quebec Warsaw Nairobi Denver Seoul Milan Kyoto Zurich Delhi Toronto Hamburg Naples Austin "
-    "Sydney Moscow Dallas"
-).split()
+_FACTS = (
+    "The captain of the green ship is called",
+    "The password of the wine cellar is",
+    "In the blue box lay nothing but a",
+    "The old clock was sold for a",
+    "My aunt's favourite word was always",
+    "Behind the door of the mill they found a",
+    "The horse that won the race was named",
+    "The letter was sealed with the word",
+    "The children's cat answers only to",
+    "On the last page of the diary stands",
+)
 _WORDS = (
     "apple bridge candle desert engine feather garden hammer island jacket kitchen ladder mirror "
     "needle orange pencil rabbit saddle ticket violin window basket copper dragon falcon guitar "
@@ -111,7 +118,7 @@ def haystacks(
             and from its start again where it ends. The first token stays the first.
         length: Tokens.
         needles: A multiple of :data:`DEPTHS`.
-        seed: Of names and words.
+        seed: Of the order of needles and of the words.
 
     Raises:
         ValueError: Arguments outside these ranges, or a length that the needles alone fill.
@@ -132,11 +139,9 @@ def _haystack(
     start: float,
     rng: np.random.Generator,
 ) -> Haystack:
-    names, words = (rng.choice(x, DEPTHS, replace=False) for x in (_NAMES, _WORDS))
     questions, sentences = [], []
-    for i, (name, word) in enumerate(zip(names, words, strict=True)):
-        # what tells the needles apart comes last, where a small model looks first
-        fact = f"The password is {name}"
+    facts, words = (rng.choice(x, DEPTHS, replace=False) for x in (_FACTS, _WORDS))
+    for i, (fact, word) in enumerate(zip(facts, words, strict=True)):
         sentences.append(encode(f"\n{fact} {word}.\n"))
         prompt, whole = encode(f"\n{fact}"), encode(f"\n{fact} {word}")
         if whole[: len(prompt)] != prompt:
