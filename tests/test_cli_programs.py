@@ -21,6 +21,7 @@ from vqkv_ext import cli
 from vqkv_ext.adapters.calibrate import calibrate
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.adapters.programs import MakePromptCache, compressed_caches
+from vqkv_ext.agreement import agreement
 from vqkv_ext.evaluation import calibration_text, compare, quantized_caches
 
 PROMPT = "".join(chr(33 + 7 * i % 94) for i in range(200))
@@ -160,6 +161,29 @@ def test_eval(model, loaded, calibration, tmp_path, capsys):
     assert "float16 (mlx-lm)" in shown and "mine" in shown and "perplexity" in shown
 
 
+def test_eval_of_generation(model, loaded, capsys):
+    command = ["eval", model, "builtin", "--tokens", "300", "--kv", "turboquant-1bit"]
+    command += ["--needle", "750", "800", "--needles", "10", "--greedy", "3", "--chunk", "100"]
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    network, tokenizer = loaded
+    tokens = tokenizer.encode(calibration_text())[:300]
+    caches = {"turboquant-1bit": lambda: make_prompt_cache(network, "turboquant-1bit")}
+    (alone,) = agreement(network, tokens, 3, caches, chunk=100).values()
+    assert found["greedy"]["turboquant-1bit"] == alone.to_dict()
+    assert list(found["greedy"]) == list(found["caches"])
+    assert [(r["length"], r["needles"]) for r in found["needles"]] == [(750, 10), (800, 10)]
+    for r in found["needles"]:
+        assert set(r["caches"]) == set(found["caches"])
+        assert {r["caches"][name]["of"] for name in r["caches"]} == {r["reference_finds"]}
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "needles found" in shown and "80-100 %" in shown and "same" in shown
+    assert "--needle 99 --needles 10: [haystacks] length" in fails(
+        capsys, "eval", model, "builtin", "--needle", "99", "--needles", "10"
+    )
+
+
 def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli.evaluate, "load_model", lambda name: pytest.fail("work began"))
     command = ["eval", model, "builtin"]
@@ -167,6 +191,7 @@ def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):
     assert "must end in .png" in fails(capsys, *command, "--plot", str(tmp_path / "x.jpg"))
     assert "cannot write" in fails(capsys, *command, "--plot", str(tmp_path / "no" / "x.png"))
     assert "at least 2, but got 1" in fails(capsys, *command, "--tokens", "1")
+    assert "multiple of 10, but got 15" in fails(capsys, *command, "--needles", "15")
 
 
 def test_caches_that_mlx_lm_quantises(loaded):
