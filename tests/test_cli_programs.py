@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models import cache as stock
+from rich.console import Console
 
 import writing
 from test_cli import fails, save_model
@@ -22,7 +23,9 @@ from vqkv_ext.adapters.calibrate import calibrate
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.adapters.programs import MakePromptCache, compressed_caches
 from vqkv_ext.agreement import agreement
+from vqkv_ext.cli.evaluate_output import _needles
 from vqkv_ext.evaluation import calibration_text, compare, quantized_caches
+from vqkv_ext.needles import Retrieval
 
 PROMPT = "".join(chr(33 + 7 * i % 94) for i in range(200))
 
@@ -163,25 +166,37 @@ def test_eval(model, loaded, calibration, tmp_path, capsys):
 
 def test_eval_of_generation(model, loaded, capsys):
     command = ["eval", model, "builtin", "--tokens", "300", "--kv", "turboquant-1bit"]
-    command += ["--needle", "750", "800", "--needles", "10", "--greedy", "3", "--chunk", "100"]
-    assert cli.main([*command, "--json"]) == 0
+    command += ["--greedy", "3", "--chunk", "150"]
+    assert cli.main([*command, "--json", "--needle", "750", "--needles", "10"]) == 0
     found = json.loads(capsys.readouterr().out)
     network, tokenizer = loaded
     tokens = tokenizer.encode(calibration_text())[:300]
     caches = {"turboquant-1bit": lambda: make_prompt_cache(network, "turboquant-1bit")}
-    (alone,) = agreement(network, tokens, 3, caches, chunk=100).values()
+    (alone,) = agreement(network, tokens, 3, caches, chunk=150).values()
     assert found["greedy"]["turboquant-1bit"] == alone.to_dict()
     assert list(found["greedy"]) == list(found["caches"])
-    assert [(r["length"], r["needles"]) for r in found["needles"]] == [(750, 10), (800, 10)]
-    for r in found["needles"]:
-        assert set(r["caches"]) == set(found["caches"])
-        assert {r["caches"][name]["of"] for name in r["caches"]} == {r["reference_finds"]}
-    assert cli.main(command) == 0
-    shown = capsys.readouterr().out
-    assert "needles found" in shown and "80-100 %" in shown and "same" in shown
+    (needles,) = found["needles"]
+    assert (needles["length"], needles["needles"]) == (750, 10)
+    assert set(needles["caches"]) == set(found["caches"])
+    assert {c["of"] for c in needles["caches"].values()} == {needles["reference_finds"]}
     assert "--needle 99 --needles 10: [haystacks] length" in fails(
         capsys, "eval", model, "builtin", "--needle", "99", "--needles", "10"
     )
+
+
+def test_table_of_needles():
+    depths = [0.05, 0.35, 0.95]
+    found = [
+        Retrieval(100, depths, [True, True, False], {"a": [True, False, True]}),
+        Retrieval(200, depths, [True, True, True], {"a": [False, True, True]}),
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_needles(found))
+    shown = console.export_text()
+    (row,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["a"])
+    assert row == ["a", "1/2", "2/3", "1/2", "1/2", "0/0", "0/0", "1/1"]
+    text = " ".join(shown.split())
+    assert "2 of 3 at 100 tokens, 3 of 3 at 200 tokens" in text and "80-100 %" in text
 
 
 def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):

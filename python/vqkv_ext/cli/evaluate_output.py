@@ -126,6 +126,7 @@ def _needles(found: Sequence[Retrieval]) -> Table:
         by_depth = []
         for fifth in range(5):
             counts = [r.count(name, d) for r in found for d in depths if int(5 * d) == fifth]
-            by_depth.append("/".join(str(sum(n)) for n in zip(*counts, strict=True)))
+            hits, known = (sum(n[i] for n in counts) for i in (0, 1))
+            by_depth.append(f"{hits}/{known}")
         table.add_row(escape(name), *by_length, *by_depth)
     return table
