@@ -181,7 +181,9 @@ def measure(
     shape = model_shape(model)
     check_budget(shape, math.inf, candidates)
     if len(tokens) < LEAST_TOKENS:
-        raise ValueError(f"[allocate] tokens must be at least {LEAST_TOKENS}, but got {len(tokens)}.")
+        raise ValueError(
+            f"[allocate] tokens must be at least {LEAST_TOKENS}, but got {len(tokens)}."
+        )
     shape = model_shape(model)
     slots = [slot for slot in cache_slots(model) if slot.reason is None]
     collected = collect(model, tokens, chunk=chunk, progress=reading)
