@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shlex
 import socket
@@ -85,13 +86,16 @@ def reader(model, tmp_path, monkeypatch):
     (tmp_path / "TEXT").write_text(calibration_text()[:2000])
     network, tokenizer = mlx_lm.load(model)[:2]
     prompt = tokenizer.encode(calibration_text()[:300])
-    return {
+    log = logging.getLogger("vqkv_ext")
+    level = log.level  # a block of the docs sets it
+    yield {
         "model": network,
         "tokenizer": tokenizer,
         "prompt": prompt,
         "prompts": [prompt, prompt[:90]],
         "draft_model": mlx_lm.load(model)[0],
     }
+    log.setLevel(level)
 
 
 def _python(block: Block, names: dict) -> None:
