@@ -7,7 +7,7 @@
 // while values are, and codes are loaded one such phase ahead.
 #pragma once
 
-#include "hadamard.h"
+#include "matrix_inputs.h"
 #include "prefill_step.h"
 
 // The first row of a simdgroup or a threadgroup and the last, as they see tokens: what lies between
@@ -149,7 +149,6 @@ kernel void attention_prefill(
     rows.sinks[i] = v.sinks;
     rows.first[i] = v.first;
     rows.last[i] = v.last;
-    rows.factor[i] = p.scale;
   }
   const PrefillSpan all =
       prefill_span(p, layout, b, int(tgid.x) * PREFILL_ROWS, PREFILL_ROWS, all_rows, body);
@@ -157,31 +156,11 @@ kernel void attention_prefill(
 
   // rows beyond the last repeat it
   threadgroup ushort* query = (threadgroup ushort*)memory + int(sg) * (16 * D);
-  const bool turned = body && p.key_basis.order > 0;
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = 0; r < 16; r++) {
     const long from = query_row(p, b, h, metal::min(row0 + r, all_rows - 1)) * D;
-    if (!body) {
-      for (int d = int(lane); d < D; d += 32)
-        ((threadgroup T*)query)[r * D + d] = q[from + d];
-      continue;
-    }
-    float v[D / 32], most = 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++) {
-      const int d = 32 * i + int(lane);
-      v[i] = turned ? float(q[from + d]) * diagonal[d] : q_code[from + d];
-    }
-    if (turned)
-      hadamard_transform<D, 1>(v, lane, false, p.key_basis.scale);
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      most = metal::max(most, metal::abs(v[i]));
-    most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
-    const float by = most > 0.0f ? 1.0f / most : 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      ((threadgroup half*)query)[r * D + 32 * i + int(lane)] = half(v[i] * by);
+    const float most =
+        load_query_row<T, D>(query + r * D, q, q_code, diagonal, p.key_basis, from, body, lane);
     UNROLL
     for (int i = 0; i < 2; i++) {
       if (r == 8 * i + int(matrix_row(lane)))
@@ -195,17 +174,8 @@ kernel void attention_prefill(
 
   PrefillState<D> state;
   start_prefill<D>(state);
-  MatrixScales scales;
-  const long blocks = (p.body + p.block - 1) / p.block;
-  scales.scaled = p.key.scaled != 0;
-  scales.weighted = p.value.scaled != 0;
-  scales.centred = p.key.centred != 0;
-  scales.keys = (device const bfloat*)k_scales + bh * p.body;
-  scales.values = (device const bfloat*)v_scales + bh * p.body;
-  scales.centres = (device const char*)k_centres + bh * blocks * D;
-  scales.centre_scales = (device const bfloat*)k_centre_scales + bh * blocks;
-  scales.tokens = p.body;
-  scales.block = p.block;
+  const MatrixScales scales =
+      matrix_scales<D>(p, body, bh, k_scales, v_scales, k_centres, k_centre_scales);
   threadgroup uchar* tables = memory + 2 * PREFILL_TILE_BYTES(D);
   if (body) {
     half2 qf[D / 4];
@@ -214,32 +184,16 @@ kernel void attention_prefill(
     fill_tables<DIMS, PREFILL_THREADS>(tables, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
                                        v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    MatrixSide<half> keys, values;
-    keys.codes = k_codes + bh * p.body * p.key.bytes;
-    keys.table.rows = tables;
-    keys.table.at = lane % MATRIX_COPIES(DIMS) * (2 * DIMS);
-    keys.vectors = (device const half*)k_codes;
-    values.codes = v_codes + bh * p.body * p.value.bytes;
-    values.table.rows = tables;
-    values.table.at = keys.table.at + TABLE_ROW_BYTES / 2;
-    values.vectors = keys.vectors;
-    prefill_slice<half, true, D, DIMS>(state, qf, memory, keys, values, scales, rows, all, own,
-                                       int(tgid.z), p.splits, tid, lane);
+    const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, tables, lane);
+    prefill_slice<half, true, D, DIMS>(state, qf, memory, sides.keys, sides.values, scales, rows,
+                                       all, own, int(tgid.z), p.splits, tid, lane);
   } else {
     typename MatrixTypes<T>::pair qf[D / 4];
     prefill_queries<T, D>(qf, (threadgroup const T*)query, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    MatrixSide<T> keys, values;
-    keys.codes = k_codes;
-    keys.table.rows = tables;
-    keys.table.at = 0;
-    keys.vectors = k_tail + bh * p.tail * D;
-    values.codes = v_codes;
-    values.table = keys.table;
-    values.vectors = v_tail + bh * p.tail * D;
-    scales.scaled = scales.weighted = scales.centred = false;
-    prefill_slice<T, false, D, DIMS>(state, qf, memory, keys, values, scales, rows, all, own,
-                                     int(tgid.z) - p.splits, p.tail_splits, tid, lane);
+    const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, tables);
+    prefill_slice<T, false, D, DIMS>(state, qf, memory, sides.keys, sides.values, scales, rows, all,
+                                     own, int(tgid.z) - p.splits, p.tail_splits, tid, lane);
   }
 
   UNROLL
