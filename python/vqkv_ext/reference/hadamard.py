@@ -72,6 +72,28 @@ def _block_centres(y: mx.array, block: int) -> tuple[mx.array, mx.array]:
     return mx.clip(steps, -127, 127).astype(mx.int8), unit
 
 
+def row_scale(
+    kind: str, root: float, norm: mx.array, norm2: mx.array, dot: mx.array, square: mx.array
+) -> mx.array:
+    """Scales of coded rows, 0 for rows of zeros.
+
+    Args:
+        kind: As :func:`vqkv_ext.ops.hadamard_quantize` has it.
+        root: Square root of the width.
+        norm, norm2: Of the row, and its square.
+        dot: Product of the row and its levels.
+        square: Sum of the squares of its levels.
+    """
+    over, under = {
+        "mse": (dot, square),
+        "norm": (norm, mx.full(norm.shape, root)),
+        "unbiased": (norm2, dot),
+        "matched": (norm, mx.sqrt(square)),
+    }[kind]
+    useful = (norm2 > 0) & (under > 0)
+    return mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
+
+
 def hadamard_quantize(
     x: mx.array,
     signs: mx.array,
@@ -104,13 +126,6 @@ def hadamard_quantize(
     index = (u[..., None] > bounds).sum(-1)  # a NaN is above nothing
     c = mx.take(levels, index)
     dot, square = (y * c).sum(-1), c.square().sum(-1)
-    over, under = {
-        "mse": (dot, square),
-        "norm": (norm, mx.full(norm.shape, root)),
-        "unbiased": (norm2, dot),
-        "matched": (norm, mx.sqrt(square)),
-    }[scale]
-    useful = (norm2 > 0) & (under > 0)
-    row = mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
+    row = row_scale(scale, root, norm, norm2, dot, square)
     row = mx.where(finite, row, mx.nan).astype(mx.bfloat16)
     return pack_bits(index.astype(mx.uint8), bits), row, *found

@@ -6,6 +6,8 @@ import math
 
 import mlx.core as mx
 
+from .hadamard import row_scale
+
 STATES = 256
 
 
@@ -70,14 +72,7 @@ def trellis_encode(
     states = _path(y * mx.where(finite, factor, mx.nan)[:, None], table, bits)
     levels = mx.take(table, states)
     dot, square = _sum(y * levels), _sum(levels * levels)
-    over, under = {
-        "mse": (dot, square),
-        "norm": (norm, mx.full(norm.shape, root)),
-        "unbiased": (norm2, dot),
-        "matched": (norm, mx.sqrt(square)),
-    }[scale]
-    useful = (norm2 > 0) & (under > 0)
-    row = mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
+    row = row_scale(scale, root, norm, norm2, dot, square)
     row = mx.where(finite, row, mx.nan).astype(mx.bfloat16)
     codes = _stream(states, bits)
     return codes.reshape(*lead, codes.shape[-1]), row.reshape(lead)
