@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import re
 from collections.abc import Generator
@@ -68,7 +67,6 @@ def poison():
             a = mx.full((max(1, nbytes // 4),), mx.nan)
             mx.eval(a)
             del a
-        gc.collect()
 
     return fill
 
