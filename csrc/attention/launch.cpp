@@ -2,7 +2,6 @@
 
 #include "attention/primitive.h"
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 
 namespace vqkv {
 namespace {
@@ -32,9 +31,9 @@ constexpr int64_t kCores = 132, kTokensPerSlice = 256;
 constexpr int64_t kPrefillGroups = 1056, kPrefillTokensPerSlice = 1024;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
+// Gets its memory where the launches run.
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
   mx::array a(std::move(shape), dtype, nullptr, {});
-  a.set_data(mx::allocator::malloc(a.nbytes()));
   temporaries.push_back(a);
   return a;
 }

@@ -94,7 +94,7 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
 }
 
 void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -109,7 +109,7 @@ void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
 }
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }

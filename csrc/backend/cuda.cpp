@@ -13,6 +13,8 @@
 #include "mlx/backend/cuda/cuda.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
 
 namespace vqkv::backend {
 namespace {
@@ -102,7 +104,38 @@ std::vector<char> arguments(const Launch& l) {
   return bytes;
 }
 
+/**
+ * The primitive of MLX that gives an array memory of a stream's device and does no more when its
+ * mask is empty; null if this MLX has none.
+ */
+std::shared_ptr<mx::Primitive> device_memory(const mx::Stream& s) {
+  const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
+  for (auto a = mx::masked_scatter(none, none, none, s); a.has_primitive(); a = a.inputs()[0]) {
+    if (std::string(a.primitive().name()) == "MaskedScatter") {
+      return a.primitive_ptr();
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+// mx::allocator::malloc gives unified memory, and moves there, with a copy that waits for the
+// device, what MLX's own kernels have freed. The function they call is not exported.
+void allocate_gpu(mx::array& a, const mx::Stream& s) {
+  thread_local std::vector<std::pair<mx::Stream, std::shared_ptr<mx::Primitive>>> known;
+  auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.first == s; });
+  if (it == known.end()) {
+    it = known.insert(known.end(), {s, device_memory(s)});
+  }
+  if (it->second && a.nbytes() > 0) {
+    const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
+    std::vector<mx::array> out{a};
+    it->second->eval_gpu({none, none, none}, out);
+  } else {
+    a.set_data(mx::allocator::malloc(a.nbytes()));
+  }
+}
 
 const char* gpu_executor() {
   return "cuda";
@@ -117,7 +150,10 @@ std::string kernel_library() {
 }
 
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             const std::vector<mx::array>& temporaries) {
+             std::vector<mx::array> temporaries) {
+  for (auto& a : temporaries) {
+    allocate_gpu(a, s);
+  }
   constexpr uint32_t kMaxGridYZ = 65535;
   auto& enc = mx::cu::get_command_encoder(s);
   for (const auto& l : launches) {

@@ -33,7 +33,7 @@ mx::array mapped(const std::vector<mx::array>& in, const std::vector<int>& axes,
 // ---- Hadamard ----
 
 void Hadamard::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -45,7 +45,7 @@ void Hadamard::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>
 }
 
 void Hadamard::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), hadamard_launch(in[0], in[1], out[0], inverse_), {});
   }
@@ -118,7 +118,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> Hadamard::vmap(const std::ve
 // ---- HadamardQuantize ----
 
 void HadamardQuantize::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -130,7 +130,7 @@ void HadamardQuantize::eval_cpu(const std::vector<mx::array>& in, std::vector<mx
 }
 
 void HadamardQuantize::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), hadamard_quantize_launch(in, out, code_), {});
   }

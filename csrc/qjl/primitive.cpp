@@ -40,7 +40,7 @@ mx::array direction(const mx::array& x, mx::Stream s) {
 // ---- QjlEncode ----
 
 void QjlEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -52,7 +52,7 @@ void QjlEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
 }
 
 void QjlEncode::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), qjl_encode_launch(in[0], in[1], out), {});
   }
@@ -120,7 +120,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> QjlEncode::vmap(
 // ---- QjlInnerProduct ----
 
 void QjlInnerProduct::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -134,7 +134,7 @@ void QjlInnerProduct::eval_cpu(const std::vector<mx::array>& in, std::vector<mx:
 }
 
 void QjlInnerProduct::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     std::vector<mx::array> temporaries;
     auto launches = qjl_inner_product_launch(in, out[0], temporaries);

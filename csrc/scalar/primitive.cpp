@@ -1,7 +1,6 @@
 #include "scalar/primitive.h"
 
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "scalar/op.h"
 
@@ -11,7 +10,7 @@ namespace {
 /** Give `out` memory, then fill it: launch() for the GPU and the simulator, or native(). */
 template <typename Launches, typename Native>
 void run_cpu(mx::array& out, mx::Stream s, Launches launches, Native native) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  backend::allocate(out, s);
   if (out.size() == 0) {
     return;
   }
@@ -24,7 +23,7 @@ void run_cpu(mx::array& out, mx::Stream s, Launches launches, Native native) {
 
 template <typename Launches>
 void run_gpu(mx::array& out, mx::Stream s, Launches launches) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  backend::allocate(out, s);
   if (out.size() > 0) {
     backend::run_gpu(s, launches(), {});
   }

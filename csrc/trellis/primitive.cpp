@@ -7,7 +7,7 @@
 namespace vqkv {
 
 void TrellisEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -19,7 +19,7 @@ void TrellisEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::a
 }
 
 void TrellisEncode::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), trellis_encode_launch(in, out, code_), {});
   }

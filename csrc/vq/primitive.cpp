@@ -29,7 +29,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> map_both(const std::vector<m
 // ---- QuantizeVQ ----
 
 void QuantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -41,7 +41,7 @@ void QuantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
 }
 
 void QuantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), quantize_vq_launch(in[0], in[1], out[0]), {});
   }
@@ -80,7 +80,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> QuantizeVQ::vmap(
 // ---- DequantizeVQ ----
 
 void DequantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() == 0) {
     return;
   }
@@ -92,7 +92,7 @@ void DequantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::ar
 }
 
 void DequantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
+  allocate(out, stream());
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), dequantize_vq_launch(in[0], in[1], out[0]), {});
   }
