@@ -63,8 +63,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
   PrefillUnit key_unit, value_unit;
   const float tile_share = float(TILE_ROWS) / float(scales.block);  // of a centre's tokens
   PrefillCentre centre, none;
-  centre.there = CODED && scales.centred;
-  none.there = false;
+  start_centre(centre, CODED && scales.centred);
+  start_centre(none, false);
   start_unit(key_unit, CODED && scales.scaled);
   start_unit(value_unit, CODED && scales.weighted);
   // codes are loaded a step ahead; vectors would take too many registers

@@ -95,6 +95,12 @@ struct PrefillCentre {
   uint unit;  // a bfloat
 };
 
+METAL_FUNC void start_centre(thread PrefillCentre& c, bool there) {
+  c.there = there;
+  c.values = uint2(0u, 0u);
+  c.unit = 0u;
+}
+
 template <int D>
 METAL_FUNC void load_centre(thread PrefillCentre& c, MatrixScales scales, float share, int base,
                             uint tid) {
