@@ -4,12 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
+RELEASE := $(VENV)/.release
+DOCS := build/docs
 SOURCES := $(shell find pyproject.toml CMakeLists.txt cmake csrc metal python -type f \
   -not -name '*.so' -not -name '*.pyc' -not -name _build.py)
 PYTHON_FILES := python tests benchmarks tools cmake
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'metal/*' 'tests/*.cpp' 'tools/*.h')
 
-.PHONY: demo test install deps dev lint format macos-check asan clean
+.PHONY: demo test install deps dev lint format macos-check macos-wheel linux-wheel sdist \
+  check-dist docs asan clean
 
 demo: install
 	$(BIN)/python benchmarks/demo.py $(ARGS)
@@ -55,6 +58,40 @@ format: $(DEPENDENCIES)
 # Host code for arm64 macOS, against the real libmlx.dylib, from any machine.
 macos-check: $(DEPENDENCIES)
 	$(BIN)/python tools/macos/cross_build.py
+
+# Wheels of a Mac for all versions of Python, and their audit, from any machine.
+macos-wheel: $(DEPENDENCIES)
+	$(BIN)/python tools/macos/wheels.py $(ARGS)
+
+# A wheel for this machine's Python. libmlx.so stays that of the mlx package.
+linux-wheel: $(RELEASE)
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel \
+	  --config-settings=build-dir=build/wheel-build .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude libmlx.so -w dist \
+	  build/wheel/*.whl
+
+sdist: $(RELEASE)
+	$(BIN)/python -m build -q --sdist --no-isolation -o dist .
+
+check-dist: $(RELEASE)
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+$(RELEASE): $(DEPENDENCIES)
+	$(BIN)/python tools/requirements.py release > $(VENV)/release.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/release.txt
+	touch $@
+
+# The site, in build/site; warnings are errors. The native module need not be built for it.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.installed: pyproject.toml tools/requirements.py
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) tools/requirements.py --only docs > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt
+	touch $@
 
 asan: $(DEPENDENCIES)
 	VENV=$(VENV) bash tools/sanitize.sh

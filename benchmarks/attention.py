@@ -1,11 +1,12 @@
 """Attention over compressed caches against the best that MLX and mlx-lm offer, decode and prefill.
 
-All ways of a shape are measured in one run, in turns: `mx.fast.scaled_dot_product_attention` on
-dense keys and values, mlx-lm's own 4-bit cache, and for several queries also decoding the codes and
-then dense attention (what a cache without a kernel of its own has to do). The floor is the longer
-of two times: the bytes that a call must move at the bandwidth of a copy, and the operations of its
-two products at the rate of a large matrix product. A GPU keeps what fits its second-level cache
-from one call to the next, so that short contexts may go below the floor.
+The ways of a shape are measured in one run, in turns (on a GPU, mlx-lm's apart, see
+attention_alone.py): `mx.fast.scaled_dot_product_attention` on dense keys and values, mlx-lm's own
+4-bit cache, and for several queries also decoding the codes and then dense attention (what a cache
+without a kernel of its own has to do). The floor is the longer of two times: the bytes that a call
+must move at the bandwidth of a copy, and the operations of its two products at the rate of a large
+matrix product. A GPU keeps what fits its second-level cache from one call to the next, so that
+short contexts may go below the floor.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import attention_alone
 import mlx.core as mx
 from attention_case import Call, Case, Shape, least_bytes
-from attention_targets import targets
+from attention_targets import OVER_MLX_LM, targets
 from report import (
     COLORS,
     LACKING,
@@ -54,22 +56,33 @@ CHOSEN = ("centred-4bit", "centred-2bit", "vecinfer-2bit",
 PREFILL_TOGETHER = 2  # calls in one eval: they are long, and some need gigabytes
 
 
-def others(case: Case) -> tuple[dict[str, Call], dict[str, str]]:
-    """The ways that do not depend on the preset, and why one is not there."""
+def others(
+    case: Case, args: argparse.Namespace, together: int
+) -> tuple[dict[str, Call], dict[str, float], dict[str, str]]:
+    """The ways that do not depend on the preset; microseconds of those that must be measured apart;
+    why one is not there."""
     calls: dict[str, Call] = {"mlx": case.dense}
+    alone: dict[str, float] = {}
     try:
-        calls["mlx_lm_4bit"] = case.mlx_lm_4bit()
-        mx.eval(calls["mlx_lm_4bit"]())
+        if on_gpu() and str(case.shape) not in OVER_MLX_LM:
+            return calls, alone, {}  # a process each: only where there is a target
+        if on_gpu():
+            us = attention_alone.measured(str(case.shape), args.dtype, args.rounds, together)
+            alone["mlx_lm_4bit"] = us
+        else:
+            calls["mlx_lm_4bit"] = case.mlx_lm_4bit()
+            mx.eval(calls["mlx_lm_4bit"]())
     except LACKING as error:
         calls.pop("mlx_lm_4bit", None)
-        return calls, {"mlx-lm 4 bit": reason(error)}
-    return calls, {}
+        return calls, alone, {"mlx-lm 4 bit": reason(error)}
+    return calls, alone, {}
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, machine: dict[str, Any]) -> list[Row]:
     """A row per preset."""
     case = Case(shape, getattr(mx, args.dtype))
-    calls, missing = others(case)
+    together = args.together if shape.queries == 1 else min(args.together, PREFILL_TOGETHER)
+    calls, alone, missing = others(case, args, together)
     ready, floors = [], {}
     for preset in args.presets:
         try:
@@ -91,9 +104,8 @@ def measure_shape(shape: Shape, args: argparse.Namespace, machine: dict[str, Any
                 missing[f"{preset} decoded"] = why
             else:
                 calls[f"{preset} decoded"] = decoded
-    together = args.together if shape.queries == 1 else min(args.together, PREFILL_TOGETHER)
     ms = milliseconds(*calls.values(), rounds=args.rounds, together=together)
-    us = {name: 1e3 * t for name, t in zip(calls, ms, strict=True)}
+    us = alone | {name: 1e3 * t for name, t in zip(calls, ms, strict=True)}
     computing = 1e6 * shape.operations / machine["operations"]
     rows = []
     for preset in ready:

@@ -13,12 +13,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from vqkv_ext.cache import CompressedKVCache
-from vqkv_ext.codecs import Codec, presets, vecinfer
+from vqkv_ext.codecs import Codec, presets, query_aware, vecinfer
 from vqkv_ext.codecs.calibration import ModelShape
 
 MakeCache = Callable[[], list[Any]]
 MAIN = (
     "centred-4bit", "centred-3bit", "centred-2bit", "turboquant-4bit", "turboquant-2bit",
+    "trellis-4bit", "trellis-2bit", "trellis-1bit",
     "vecinfer-4bit", "vecinfer-2bit", "vecinfer-1.5bit", "vecinfer-1bit",
 )  # fmt: skip
 
@@ -55,6 +56,9 @@ def any_codecs(preset: str, shape: ModelShape) -> tuple[Codec, Codec]:
     if preset in vecinfer.PRESETS:
         keys, values = _noise(shape, 300, mx.float32)
         return vecinfer.fit(vecinfer.PRESETS[preset], keys[0], values[0], iterations=1)
+    if preset in query_aware.PRESETS:
+        ones = mx.ones((shape.kv_heads, shape.key_dim))
+        return query_aware.build(preset, ones, shape.key_dim, shape.value_dim)
     key = presets.codec(preset, shape.key_dim, "key")
     return key, presets.codec(preset, shape.value_dim, "value")
 
@@ -132,7 +136,7 @@ def markdown(rows: Mapping[str, Sequence[int]], lengths: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = (*presets.PRESETS, *vecinfer.PRESETS)
+    known = (*presets.PRESETS, *vecinfer.PRESETS, *query_aware.PRESETS)
     parser.add_argument("--presets", nargs="+", choices=known, default=MAIN, metavar="NAME")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(

@@ -37,9 +37,9 @@ from smollm2 import CHUNK, calibrations, load
 from stages import stage
 
 from vqkv_ext import info
+from vqkv_ext.adapters import calibrate
 from vqkv_ext.adapters.gguf import chat_prompt
 from vqkv_ext.adapters.mlx_lm import model_shape
-from vqkv_ext.codecs import vecinfer
 from vqkv_ext.evaluation import stock_cache
 from vqkv_ext.plotting import plot_cache_bytes
 
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, sizes: Sizes, console: Console) -> dict[str, A
     )
     names, refused = suitable(PRESETS, shape)
     fitted = calibrations(
-        model, tokenizer, [n for n in names if n in vecinfer.PRESETS], sizes.calibration,
+        model, tokenizer, [n for n in names if n in calibrate.PRESETS], sizes.calibration,
         sizes.iterations, name, args.folder, console,
     )  # fmt: skip
     plain = f"{dtype} (mlx-lm)"

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from attention import where
-from kernel_cases import Calls, bits, hadamard, qjl, vq
+from kernel_cases import Calls, bits, hadamard, qjl, trellis, vq
 from report import (
     COLORS,
     Results,
@@ -82,6 +82,10 @@ HADAMARD = [
     for b in (4, 3, 2)
     for dtype in ("float16", "float32")
 ]
+TRELLIS = [
+    Op(f"trellis_encode, {b} bit{'s' if b > 1 else ''}", partial(trellis.trellis_encode, bits=b))
+    for b in (1, 2, 3, 4)
+]
 STREAMS = [
     Op(f"{name}, {b} bit{'s' if b > 1 else ''}", partial(make, bits=b), share=0.6)
     for name, make in (("pack_bits", bits.pack_bits), ("unpack_bits", bits.unpack_bits))
@@ -96,6 +100,7 @@ OPS = [
         others={"matmul + argmin, whole": matmul_argmin, NAIVE: naive},
     ),
     *HADAMARD,
+    *TRELLIS,
     *STREAMS,
     Op("qjl_encode, m=128, float32", qjl.qjl_encode),
 ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import mlx.nn as nn
 import mlx_lm
 from numpy_blas import use_numpy, worthwhile
 from rich.console import Console
+from rich.progress import Progress
 from stages import stage
 
 from vqkv_ext import __version__
-from vqkv_ext.adapters.calibrate import collect, fit_layers
+from vqkv_ext.adapters.calibrate import collect, fit_layers, with_factors
 from vqkv_ext.adapters.gguf import load_gguf
 from vqkv_ext.adapters.mlx_lm import model_shape
-from vqkv_ext.codecs import Calibration
+from vqkv_ext.adapters.query_statistics import key_factors
+from vqkv_ext.codecs import Calibration, query_aware
 from vqkv_ext.evaluation import calibration_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -62,13 +64,14 @@ def calibrations(
     model: nn.Module, tokenizer: Any, presets: Sequence[str], tokens: int, iterations: int,
     name: str, folder: Path, console: Console,
 ) -> dict[str, Calibration]:  # fmt: skip
-    """One per preset, from an earlier run where there is one; all share one pass over the text.
+    """One per preset, from an earlier run where there is one; those of a method share a pass over
+    the text.
 
     Args:
         model, tokenizer: From :func:`load`.
-        presets: Of VecInfer.
+        presets: Those that are calibrated.
         tokens: Of the text that ships with the package.
-        iterations: Rounds of k-means.
+        iterations: Rounds of k-means (VecInfer).
         name: Of the model, for files.
         folder: Of the files.
         console: Where to show progress.
@@ -88,18 +91,27 @@ def calibrations(
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         with stage(console, f"calibrated on {len(ids)} tokens") as bars:
-            task = bars.add_task("reading the calibration text", total=len(ids))
-            read = collect(
-                model, ids, chunk=CHUNK, progress=lambda n, _: bars.update(task, completed=n)
-            )
+            read, factors = None, None
             for preset, path in missing:
-                task = bars.add_task(f"fitting {preset}, layers", total=shape.layers)
-                fitted[preset] = fit_layers(
-                    shape,
-                    read,
-                    preset,
-                    iterations=iterations,
-                    progress=lambda n, _, task=task: bars.update(task, completed=n),
-                )
+                what = f"{preset}, reading the text"
+                if preset in query_aware.PRESETS:
+                    if factors is None:
+                        factors = key_factors(model, ids, chunk=CHUNK, progress=_bar(bars, what))
+                    fitted[preset] = with_factors(shape, factors, preset, tokens=len(ids))
+                else:
+                    if read is None:
+                        read = collect(model, ids, chunk=CHUNK, progress=_bar(bars, what))
+                    fitted[preset] = fit_layers(
+                        shape,
+                        read,
+                        preset,
+                        iterations=iterations,
+                        progress=_bar(bars, f"fitting {preset}, layers"),
+                    )
                 fitted[preset].save(path)
     return {preset: fitted[preset] for preset in presets}
+
+
+def _bar(bars: Progress, what: str) -> Callable[[int, int], None]:
+    task = bars.add_task(what, total=None)
+    return lambda done, total: bars.update(task, completed=done, total=total)

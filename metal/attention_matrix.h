@@ -7,8 +7,7 @@
 // neighbouring ones, a quarter of a key and an eighth of a value, so it reads neighbouring codes.
 #pragma once
 
-#include "hadamard.h"
-#include "matrix_step.h"
+#include "matrix_inputs.h"
 
 // The query rows of a tile as right matrices, from threadgroup memory. Four rows take two columns
 // each.
@@ -75,6 +74,12 @@ METAL_FUNC int merged_place(int n, int i, int lane) {
   return (n * (D / 8) + i) * 32 + (lane ^ (i % 32));
 }
 
+template <int D>
+struct MatrixQueryRow {
+  int row;
+  METAL_FUNC int at(int d) const { return row * D + d; }
+};
+
 // Grid and outputs as for attention_tile, with tiles of ROWS rows.
 template <typename T, int D, int DIMS, int ROWS>
 kernel void attention_matrix(
@@ -114,37 +119,17 @@ kernel void attention_matrix(
     row_sinks[r] = v.sinks;
     row_first[r] = v.first;
     row_last[r] = metal::max(v.last, 0);
-    if (!body)
-      row_scale[r] = p.scale;
   }
   if (body)
     fill_tables<DIMS, ATTENTION_THREADS>(memory, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
                                          v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
-  const bool turned = body && p.key_basis.order > 0;
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = int(sg); r < ROWS; r += ATTENTION_SIMDS) {
     const long from = query_row(p, b, h, metal::min(row0 + r, rows - 1)) * D;
-    if (!body) {
-      for (int d = int(lane); d < D; d += 32)
-        ((threadgroup T*)query)[r * D + d] = q[from + d];
-      continue;
-    }
-    float v[D / 32], most = 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++) {
-      const int d = 32 * i + int(lane);
-      v[i] = turned ? float(q[from + d]) * diagonal[d] : q_code[from + d];
-    }
-    if (turned)
-      hadamard_transform<D, 1>(v, lane, false, p.key_basis.scale);
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      most = metal::max(most, metal::abs(v[i]));
-    most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
-    const float by = most > 0.0f ? 1.0f / most : 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      ((threadgroup half*)query)[r * D + 32 * i + int(lane)] = half(v[i] * by);
+    MatrixQueryRow<D> to;
+    to.row = r;
+    const float most =
+        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
     if (lane == 0)
       row_scale[r] = p.scale * most;
   }
@@ -157,41 +142,18 @@ kernel void attention_matrix(
   view.first = row_first;
   view.last = row_last;
   view.scale = row_scale;
-  MatrixScales scales;
-  const long blocks = (p.body + p.block - 1) / p.block;
-  scales.scaled = p.key.scaled != 0;
-  scales.weighted = p.value.scaled != 0;
-  scales.centred = p.key.centred != 0;
-  scales.keys = (device const bfloat*)k_scales + bh * p.body;
-  scales.values = (device const bfloat*)v_scales + bh * p.body;
-  scales.centres = (device const char*)k_centres + bh * blocks * D;
-  scales.centre_scales = (device const bfloat*)k_centre_scales + bh * blocks;
-  scales.tokens = p.body;
-  scales.block = p.block;
+  const MatrixScales scales =
+      matrix_scales<D>(p, body, bh, k_scales, v_scales, k_centres, k_centre_scales);
   if (body) {
-    MatrixSide<half> keys, values;
-    keys.codes = k_codes + bh * p.body * p.key.bytes;
-    keys.table.rows = memory;
-    keys.table.at = lane % MATRIX_COPIES(DIMS) * (2 * DIMS);
-    keys.vectors = (device const half*)k_codes;
-    values.codes = v_codes + bh * p.body * p.value.bytes;
-    values.table.rows = memory;
-    values.table.at = keys.table.at + TABLE_ROW_BYTES / 2;
-    values.vectors = keys.vectors;
-    matrix_slice<half, true, D, DIMS, ROWS>(state, (threadgroup half*)query, keys, values, scales,
-                                            view, int(tgid.z), p.splits, lane, sg);
+    const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, memory, lane);
+    matrix_slice<half, true, D, DIMS, ROWS>(state, (threadgroup half*)query, sides.keys,
+                                            sides.values, scales, view, int(tgid.z), p.splits, lane,
+                                            sg);
   } else {
-    MatrixSide<T> keys, values;
-    keys.codes = k_codes;
-    keys.table.rows = memory;
-    keys.table.at = 0;
-    keys.vectors = k_tail + bh * p.tail * D;
-    values.codes = v_codes;
-    values.table = keys.table;
-    values.vectors = v_tail + bh * p.tail * D;
-    scales.scaled = scales.weighted = scales.centred = false;
-    matrix_slice<T, false, D, DIMS, ROWS>(state, (threadgroup T*)query, keys, values, scales, view,
-                                          int(tgid.z) - p.splits, p.tail_splits, lane, sg);
+    const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, memory);
+    matrix_slice<T, false, D, DIMS, ROWS>(state, (threadgroup T*)query, sides.keys, sides.values,
+                                          scales, view, int(tgid.z) - p.splits, p.tail_splits, lane,
+                                          sg);
   }
 
   // merge the simdgroups, as many at a time as there is memory for

@@ -6,7 +6,7 @@
 // them: S = Q K^T, then O += P V with P as it comes out of S.
 #pragma once
 
-#include "hadamard.h"
+#include "matrix_inputs.h"
 #include "prefill_step.h"
 
 // The first row of a simdgroup or a threadgroup and the last, as they see tokens: what lies between
@@ -182,6 +182,12 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     unit = unit_value(value_unit.exponent);
 }
 
+template <int D>
+struct PrefillQueryRow {
+  int row;
+  METAL_FUNC int at(int d) const { return tile_query<D>(row, d); }
+};
+
 // Grid and outputs as for attention_tile, with tiles of PREFILL_ROWS rows.
 template <typename T, int D, int DIMS>
 kernel void attention_prefill(
@@ -221,32 +227,13 @@ kernel void attention_prefill(
 
   // rows beyond the last repeat it
   threadgroup ushort* query = (threadgroup ushort*)(memory + PREFILL_QUERIES(D));
-  const bool turned = body && p.key_basis.order > 0;
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = 0; r < 16; r++) {
     const long from = query_row(p, b, h, metal::min(row0 + r, all_rows - 1)) * D;
-    if (!body) {
-      for (int d = int(lane); d < D; d += 32)
-        ((threadgroup T*)query)[tile_query<D>(16 * int(sg) + r, d)] = q[from + d];
-      continue;
-    }
-    float v[D / 32], most = 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++) {
-      const int d = 32 * i + int(lane);
-      v[i] = turned ? float(q[from + d]) * diagonal[d] : q_code[from + d];
-    }
-    if (turned)
-      hadamard_transform<D, 1>(v, lane, false, p.key_basis.scale);
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      most = metal::max(most, metal::abs(v[i]));
-    most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
-    const float by = most > 0.0f ? 1.0f / most : 0.0f;
-    UNROLL
-    for (int i = 0; i < D / 32; i++)
-      ((threadgroup half*)query)[tile_query<D>(16 * int(sg) + r, 32 * i + int(lane))] =
-          half(v[i] * by);
+    PrefillQueryRow<D> to;
+    to.row = 16 * int(sg) + r;
+    const float most =
+        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
     UNROLL
     for (int i = 0; i < 2; i++) {
       if (r == 8 * i + int(matrix_row(lane)))
@@ -261,17 +248,8 @@ kernel void attention_prefill(
   PrefillState<D> state;
   start_prefill<D>(state);
   float unit;
-  MatrixScales scales;
-  const long blocks = (p.body + p.block - 1) / p.block;
-  scales.scaled = p.key.scaled != 0;
-  scales.weighted = p.value.scaled != 0;
-  scales.centred = p.key.centred != 0;
-  scales.keys = (device const bfloat*)k_scales + bh * p.body;
-  scales.values = (device const bfloat*)v_scales + bh * p.body;
-  scales.centres = (device const char*)k_centres + bh * blocks * D;
-  scales.centre_scales = (device const bfloat*)k_centre_scales + bh * blocks;
-  scales.tokens = p.body;
-  scales.block = p.block;
+  const MatrixScales scales =
+      matrix_scales<D>(p, body, bh, k_scales, v_scales, k_centres, k_centre_scales);
   threadgroup uchar* tables = memory + PREFILL_TABLES(D);
   if (body) {
     TileQueries<half, D> queries;
@@ -280,34 +258,18 @@ kernel void attention_prefill(
     fill_tables<DIMS, PREFILL_THREADS>(tables, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
                                        v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    MatrixSide<half> keys, values;
-    keys.codes = k_codes + bh * p.body * p.key.bytes;
-    keys.table.rows = tables;
-    keys.table.at = lane % MATRIX_COPIES(DIMS) * (2 * DIMS);
-    keys.vectors = (device const half*)k_codes;
-    values.codes = v_codes + bh * p.body * p.value.bytes;
-    values.table.rows = tables;
-    values.table.at = keys.table.at + TABLE_ROW_BYTES / 2;
-    values.vectors = keys.vectors;
-    prefill_slice<half, true, D, DIMS>(state, unit, queries, memory, keys, values, scales, p,
-                                       layout, place, factor, all, own, int(tgid.z), p.splits, tid,
-                                       lane);
+    const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, tables, lane);
+    prefill_slice<half, true, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values,
+                                       scales, p, layout, place, factor, all, own, int(tgid.z),
+                                       p.splits, tid, lane);
   } else {
     TileQueries<T, D> queries;
     tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    MatrixSide<T> keys, values;
-    keys.codes = k_codes;
-    keys.table.rows = tables;
-    keys.table.at = 0;
-    keys.vectors = k_tail + bh * p.tail * D;
-    values.codes = v_codes;
-    values.table = keys.table;
-    values.vectors = v_tail + bh * p.tail * D;
-    scales.scaled = scales.weighted = scales.centred = false;
-    prefill_slice<T, false, D, DIMS>(state, unit, queries, memory, keys, values, scales, p, layout,
-                                     place, factor, all, own, int(tgid.z) - p.splits, p.tail_splits,
-                                     tid, lane);
+    const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, tables);
+    prefill_slice<T, false, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values, scales,
+                                     p, layout, place, factor, all, own, int(tgid.z) - p.splits,
+                                     p.tail_splits, tid, lane);
   }
 
   UNROLL

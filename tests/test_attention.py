@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -338,8 +340,15 @@ def test_errors_of_the_python_layer(rng):
 
 def test_empty(rng):
     case = random_case(rng, coded=0, recent=1)
-    q = mx.zeros((1, 4, 0, 64))
-    assert ops.attention(q, case.keys, case.values, scale=0.1).shape == (1, 4, 0, 64)
+    none = [
+        replace(side, tail=side.tail[:, :, :0], layout=case.keys.layout)
+        for side in (case.keys, case.values)
+    ]
+    for native in (None, False):
+        kw = {"scale": 0.1, "use_metal_kernels": native}
+        out = ops.attention(mx.zeros((1, 4, 0, 64)), case.keys, case.values, **kw)
+        assert out.shape == (1, 4, 0, 64)
+        assert not ops.attention(mx.ones((1, 4, 2, 64)), *none, **kw).any()
 
 
 def test_flag(rng, simulated):

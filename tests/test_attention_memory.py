@@ -142,9 +142,12 @@ def _step(cache, q, k, v) -> int:
 
 
 def test_a_decode_step_does_not_copy_the_cache(rng, simulated):
-    """Of 128 steps two code a block, and the ones after them rebuild the tail."""
+    """Of 128 steps two code a block and move the tail: its size again, and of the block's keys and
+    values a copy in 16 bits, the keys in float32, and codes. Nothing grows with the cache."""
     if simulated:
         pytest.skip("the simulator copies the buffers of every launch")
+    if mx.default_device().type == mx.DeviceType.gpu:
+        pytest.skip("kernels write parts for each slice, which count as well")
     cache = _long_cache(rng)
     q = mx.array(rng.standard_normal((1, 32, 1, 128)).astype(np.float16))
     k, v = tokens(rng, 1, heads=8, width=128, dtype=mx.float16)
@@ -152,8 +155,9 @@ def test_a_decode_step_does_not_copy_the_cache(rng, simulated):
     before, size = cache.coded_tokens, cache.nbytes
     peaks = [_step(cache, q, k, v) for _ in range(128)]
     assert cache.coded_tokens == before + 128 and cache.nbytes == size
-    assert sum(p > 0.005 * size for p in peaks) <= 4
-    assert max(peaks) < 0.05 * size, f"{max(peaks)} bytes of {size}, step {np.argmax(peaks)}"
+    assert sum(p > 0.001 * size for p in peaks) == 2
+    moved, block = sum(t.nbytes for t in cache._tails), 64 * k.size
+    assert max(peaks) < moved + 9 * block, f"{max(peaks)} bytes of {size}, step {np.argmax(peaks)}"
 
 
 def test_copies_and_states_are_independent_and_cost_nothing(rng):

@@ -88,6 +88,23 @@ def test_amalgam_passes_the_address_space_check(amalgam, tmp_path):
     assert check.check(source, compiler)
 
 
+def test_pins_agree():
+    """One search finds every pinned version, and each package has one."""
+    texts = {p: p.read_text() for p in (ROOT / "pyproject.toml", ROOT / "README.md")}
+    workflows = sorted((ROOT / ".github").rglob("*.yml"))
+    texts |= {p: p.read_text() for p in workflows}
+    versions: dict[str, set[str]] = {}
+    for text in texts.values():
+        for name, version in re.findall(r"([a-z][\w.-]*)(?:\[\w]+\])?==([\w.]+)", text):
+            versions.setdefault(name, set()).add(version)
+    assert {"mlx", "nanobind", "lief"} <= versions.keys()
+    assert {name: v for name, v in versions.items() if len(v) > 1} == {}
+    for path in (ROOT / "pyproject.toml", *workflows):
+        for line in texts[path].splitlines():
+            if re.search(r"==\d|uses: \S+@|<0\.\d", line):
+                assert "# PIN:" in line, f"{path.name}: {line}"
+
+
 def test_stub_is_that_of_the_module(tmp_path):
     """The committed stub says what the native module has."""
     stubgen = pytest.importorskip("nanobind.stubgen")
@@ -128,8 +145,10 @@ def test_nanobind_of_another_mlx_is_refused_at_configure_time(tmp_path):
     assert "internals 'other_v1'" in message and f"provides v{internals}" in message
 
 
-def test_info():
+def test_info(monkeypatch):
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")
     info = vqkv_ext.info()
+    assert "MLX_MAX_OPS_PER_BUFFER=7" in info["environment"] and info["hardware"]
     assert info["mlx"] == mx.__version__ and info["executor"] in ("cpu", "sim", "metal", "cuda")
     assert info["kernels"] in ("metallib", "source", "fatbin", "none")
     assert info["cpu_isa"] in ("baseline", "avx2", "avx512")

@@ -11,6 +11,7 @@ import pytest
 from vqkv_ext import ops
 from vqkv_ext.cache import CacheConfig, CompressedArray, CompressedKVCache
 from vqkv_ext.codecs import ProductCodec
+from vqkv_ext.codecs.half import HalfCodec
 from vqkv_ext.codecs.transforms import SmoothedHadamard
 from vqkv_ext.packed import coded_tokens
 
@@ -132,7 +133,7 @@ def test_fresh(rng):
         assert c.is_trimmable() and c.trim(5) == 0
         assert c.make_mask(1) is None and c.make_mask(5) == "causal"
         assert not hasattr(c, "bits") and not hasattr(c, "group_size")
-    with pytest.raises(RuntimeError, match="needs tokens"):
+    with pytest.raises(RuntimeError, match="must follow tokens"):
         cache.keys_and_values()
     feed(cache, tokens(rng, 5), [5])
     assert cache.size() == cache.offset == 5 and not cache.empty() and cache.nbytes > 0
@@ -291,6 +292,7 @@ def test_memory_is_released(rng):
     base = mx.get_active_memory()
     cache = CompressedKVCache(*pair, CacheConfig())
     feed(cache, kv, [512] * 8)
+    mx.synchronize()  # a GPU's temporaries live until it is done
     held = mx.get_active_memory() - base
     assert cache.nbytes <= held <= cache.nbytes + 65536
     del cache
@@ -362,12 +364,27 @@ def test_bad_input_changes_nothing(rng):
         with pytest.raises(ValueError, match=r"\[CompressedKVCache\].*" + message):
             cache.update_and_fetch(*args)
         assert cache.offset == 30 and cache.nbytes == n and same(codes(cache), before)
+    with pytest.raises(TypeError, match="must be MLX arrays, but got ndarray and list"):
+        cache.update_and_fetch(np.array(k), [v])
+    with pytest.raises(TypeError, match="n must be an integer, but got 1.5"):
+        cache.trim(1.5)
+    for counts in ((1, 2), (30, 29, 10), (300, 16, 10), (30, -8, 2)):
+        state = (*cache.state[:2], counts, *cache.state[3:])
+        with pytest.raises(ValueError, match=r"the state must .* but got counts \("):
+            cache.state = state
+    assert cache.offset == 30 and cache.config == SMALL and same(codes(cache), before)
 
 
 def test_config_errors():
     for kw in ({"sink_tokens": -1}, {"window": 1.5}, {"block": 0}, {"block": True}):
         with pytest.raises(ValueError, match=r"\[CacheConfig\] \w+ must be an integer"):
             CacheConfig(**kw)
+    with pytest.raises(ValueError, match="use_metal_kernels must be None, True or False"):
+        CacheConfig(use_metal_kernels="yes")
+    with pytest.raises(TypeError, match="must be codecs, but got str"):
+        CompressedKVCache("centred-4bit", "centred-4bit")
+    with pytest.raises(RuntimeError, match="keys must be held to be set"):
+        CompressedKVCache(HalfCodec(64), HalfCodec(64)).keys = mx.zeros((1, 2, 3, 64))
 
 
 def test_metal_flag(rng, simulated):

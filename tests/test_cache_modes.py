@@ -10,6 +10,7 @@ import tiny
 from test_cache import CONFIGS, SMALL, codecs, codes, feed, same, split, tokens
 from vqkv_ext import ops
 from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
+from vqkv_ext.batch_cache import BatchCompressedKVCache
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
 from vqkv_ext.codecs.half import HalfCodec
 
@@ -90,6 +91,18 @@ def test_a_failed_append_changes_nothing(rng, which):
         assert mx.abs(mx.concatenate([first, rest], 2) - want).max() < 1e-5
 
 
+@pytest.mark.parametrize("rows", [None, [3, 0]])
+def test_a_failed_first_append_leaves_it_empty(rng, rows):
+    pair = HalfCodec(64), _Failing(64)
+    cache = CompressedKVCache(*pair, SMALL)
+    if rows:
+        cache = BatchCompressedKVCache(*pair, SMALL, rows)
+    pair[1].fail = True
+    with pytest.raises(RuntimeError, match="no"):
+        cache.update_and_fetch(*tokens(rng, 25, batch=len(rows or [0])))
+    assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
+
+
 def test_refusals(rng):
     cache = CompressedKVCache(*codecs(rng), SMALL)
     for shape in ((1, 2, 0, 64), (0, 2, 3, 64)):
@@ -110,6 +123,8 @@ def test_plain_mlx_checks_its_arguments_like_the_kernel(rng):
     cache = CompressedKVCache(*codecs(rng), SMALL)
     kv, q = tokens(rng, 30), queries(rng, 30)
     keys, values = cache.update_and_fetch(*kv)
+    with pytest.raises(TypeError, match="values must be PackedKV, but got CompressedArray"):
+        ops.attention(q, keys.packed, values, scale=0.1)
     for kw, message in (
         ({"mask": mx.zeros((2, 4, 30, 30))}, "mask must be broadcastable"),
         ({"mask": mx.zeros((30, 30), mx.int32)}, "mask must be boolean"),

@@ -39,7 +39,7 @@ def test_kmeans_reaches_the_published_error(rng):
 def test_kmeans_with_fewer_samples_than_centroids(rng):
     book = kmeans(mx.array(rng.standard_normal((1, 5, 2)).astype(np.float32)), 16, iterations=3)
     assert book.shape == (1, 16, 2) and bool(mx.isfinite(book).all())
-    with pytest.raises(ValueError, match=r"\[kmeans\] needs samples"):
+    with pytest.raises(ValueError, match=r"\[kmeans\] N and k must"):
         kmeans(mx.zeros((1, 0, 2)), 4)
 
 
@@ -108,7 +108,7 @@ def test_calibration_is_reproducible_and_reports_progress():
     assert a.layers[0].key.fingerprint != a.layers[1].key.fingerprint
     with pytest.raises(ValueError, match="preset must be one of"):
         calibrate(*args[:2], "vecinfer-5bit")
-    with pytest.raises(ValueError, match="at least 256 tokens, but got 3"):
+    with pytest.raises(ValueError, match="tokens must be at least 256, but got 3"):
         calibrate(args[0], [1, 2, 3], "vecinfer-2bit")
 
 
@@ -141,8 +141,8 @@ def test_bad_files(tmp_path):
     for change, message in (
         ({"version": "99"}, "version 99|version '99'"),
         ({"preset": "vecinfer-9bit"}, "known preset"),
-        ({"shape": "{}"}, "damaged"),
-        ({"tokens": "many"}, "damaged.*many"),
+        ({"shape": "{}"}, "whole calibration"),
+        ({"tokens": "many"}, "whole calibration.*many"),
     ):
         mx.save_safetensors(str(path), arrays, meta | change)
         with pytest.raises(ValueError, match=message):
@@ -155,7 +155,7 @@ def test_bad_files(tmp_path):
     ):
         name = f"layers.1.{name}"
         mx.save_safetensors(str(path), arrays | {name: change(arrays[name])}, meta)
-        with pytest.raises(ValueError, match=f"damaged: {message}"):
+        with pytest.raises(ValueError, match=f"whole calibration.*{message}"):
             Calibration.load(path)
     no_preset = {n: x for n, x in meta.items() if n != "preset"}
     mx.save_safetensors(str(path), arrays, no_preset)
@@ -163,5 +163,5 @@ def test_bad_files(tmp_path):
         Calibration.load(path)
     del arrays["layers.1.value.codebook"]
     mx.save_safetensors(str(path), arrays, meta)
-    with pytest.raises(ValueError, match="damaged.*layers.1.value.codebook"):
+    with pytest.raises(ValueError, match="whole calibration.*layers.1.value.codebook"):
         Calibration.load(path)

@@ -12,7 +12,7 @@ import pytest
 
 from oracle import DTYPES, f64
 from test_cache import codecs, decoded, feed, tokens
-from vqkv_ext import ops
+from vqkv_ext import _ext, ops
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
 from vqkv_ext.codecs import presets
 from vqkv_ext.packed import coded_tokens
@@ -274,7 +274,8 @@ def test_t30_repeated_runs_are_bitwise_equal(rng, simulated):
 @pytest.mark.sim
 def test_t30_the_path_is_named(rng, caplog, simulated):
     """Case T30: the logger "vqkv_ext" says what computed a call."""
-    where = "sim" if simulated else "cpu"
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    where = _ext.gpu_executor() if gpu else "sim" if simulated else "cpu"
     x, q = normal(rng, 1, 2, 200, 64), normal(rng, 1, 4, 1, 64)
     for name, fused in (("turboquant-2bit", "q and output"), ("qjl-2bit", "output")):
         pair = [presets.codec(name, 64, side) for side in ("key", "value")]

@@ -340,6 +340,10 @@ def test_t20_refusals(rng):
     batch = a.merge([a, b])
     for call, message in (
         (lambda: batch.prepare(left_padding=[1, 0]), "must come before any token"),
+        (lambda: batch.prepare(right_padding=[1]), "each of the 2 rows, but got .1."),
+        (lambda: batch.prepare(right_padding=[1, 0], lengths=[-1, 3]), "lengths must be one"),
+        (lambda: a.merge([]), "one or more, but got none"),
+        (lambda: setattr(batch, "state", a.state), "must be that of a Batch.*got counts"),
         (lambda: batch.prepare(right_padding=[1, 0]), "a length for each of the 2 rows"),
         (lambda: batch.filter([]), "at least one row"),
         (lambda: batch.update_and_fetch(*tokens(rng, 1)), "like those held|a row for each"),
@@ -348,12 +352,18 @@ def test_t20_refusals(rng):
     ):
         with pytest.raises(ValueError, match=r"\[BatchCompressedKVCache\].*" + message):
             call()
+    for wrong, error in ([7], IndexError), ([True, False], TypeError), ([0.5], TypeError):
+        with pytest.raises(error, match=r"\[BatchCompressedKVCache\] batch_indices must be"):
+            batch.filter(mx.array(wrong))
+        with pytest.raises(error, match=r"\[BatchCompressedKVCache\] idx must be"):
+            batch.extract(wrong[0])
+    assert batch.offset.tolist() == [30, 0]
     batch.prepare(lengths=[1, 2], right_padding=[1, 0])
     with pytest.raises(ValueError, match="extend must come after finalize"):
         batch.extend(a.merge([a]))
     fresh = BatchCompressedKVCache(*pair, SMALL, [0, 0])
     fresh.prepare(left_padding=[2, 0])
-    with pytest.raises(RuntimeError, match="needs tokens"):
+    with pytest.raises(RuntimeError, match="must follow tokens"):
         fresh.keys_and_values()
     with pytest.raises(ValueError, match="a row for each of the 2 sequences"):
         fresh.update_and_fetch(*tokens(rng, 3))

@@ -102,6 +102,10 @@ def test_calibrate(model, tmp_path, capsys):
     assert len(make_prompt_cache(loaded, target)) == 2
 
 
+@pytest.mark.skipif(
+    info()["executor"] == "cuda",
+    reason="MLX's CUDA backend adds up scattered values in no fixed order",
+)
 def test_same_seed_same_file(model, tmp_path):
     def make(name: str, *more: str) -> bytes:
         path = tmp_path / f"{name}.safetensors"

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models import cache as stock
+from rich.console import Console
 
 import writing
 from test_cli import fails, save_model
@@ -21,7 +22,10 @@ from vqkv_ext import cli
 from vqkv_ext.adapters.calibrate import calibrate
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.adapters.programs import MakePromptCache, compressed_caches
+from vqkv_ext.agreement import agreement
+from vqkv_ext.cli.evaluate_output import _needles
 from vqkv_ext.evaluation import calibration_text, compare, quantized_caches
+from vqkv_ext.needles import Retrieval
 
 PROMPT = "".join(chr(33 + 7 * i % 94) for i in range(200))
 
@@ -160,6 +164,41 @@ def test_eval(model, loaded, calibration, tmp_path, capsys):
     assert "float16 (mlx-lm)" in shown and "mine" in shown and "perplexity" in shown
 
 
+def test_eval_of_generation(model, loaded, capsys):
+    command = ["eval", model, "builtin", "--tokens", "300", "--kv", "turboquant-1bit"]
+    command += ["--greedy", "3", "--chunk", "150"]
+    assert cli.main([*command, "--json", "--needle", "750", "--needles", "10"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    network, tokenizer = loaded
+    tokens = tokenizer.encode(calibration_text())[:300]
+    caches = {"turboquant-1bit": lambda: make_prompt_cache(network, "turboquant-1bit")}
+    (alone,) = agreement(network, tokens, 3, caches, chunk=150).values()
+    assert found["greedy"]["turboquant-1bit"] == alone.to_dict()
+    assert list(found["greedy"]) == list(found["caches"])
+    (needles,) = found["needles"]
+    assert (needles["length"], needles["needles"]) == (750, 10)
+    assert set(needles["caches"]) == set(found["caches"])
+    assert {c["of"] for c in needles["caches"].values()} == {needles["reference_finds"]}
+    assert "--needle 99 --needles 10: [haystacks] length" in fails(
+        capsys, "eval", model, "builtin", "--needle", "99", "--needles", "10"
+    )
+
+
+def test_table_of_needles():
+    depths = [0.05, 0.35, 0.95]
+    found = [
+        Retrieval(100, depths, [True, True, False], {"a": [True, False, True]}),
+        Retrieval(200, depths, [True, True, True], {"a": [False, True, True]}),
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_needles(found))
+    shown = console.export_text()
+    (row,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["a"])
+    assert row == ["a", "1/2", "2/3", "1/2", "1/2", "0/0", "0/0", "1/1"]
+    text = " ".join(shown.split())
+    assert "2 of 3 at 100 tokens, 3 of 3 at 200 tokens" in text and "80-100 %" in text
+
+
 def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli.evaluate, "load_model", lambda name: pytest.fail("work began"))
     command = ["eval", model, "builtin"]
@@ -167,6 +206,7 @@ def test_eval_refuses_before_the_work(model, tmp_path, monkeypatch, capsys):
     assert "must end in .png" in fails(capsys, *command, "--plot", str(tmp_path / "x.jpg"))
     assert "cannot write" in fails(capsys, *command, "--plot", str(tmp_path / "no" / "x.png"))
     assert "at least 2, but got 1" in fails(capsys, *command, "--tokens", "1")
+    assert "multiple of 10, but got 15" in fails(capsys, *command, "--needles", "15")
 
 
 def test_caches_that_mlx_lm_quantises(loaded):

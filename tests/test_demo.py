@@ -14,10 +14,12 @@ from rich.console import Console
 
 import tiny
 from test_cli import save_model
+from vqkv_ext.adapters.calibrate import PRESETS
 from vqkv_ext.adapters.mlx_lm import model_shape
 from vqkv_ext.cache import CompressedKVCache
-from vqkv_ext.codecs import vecinfer
+from vqkv_ext.codecs import Calibration, LayerCodecs
 from vqkv_ext.codecs.calibration import ModelShape
+from vqkv_ext.codecs.presets import codec
 from vqkv_ext.evaluation import cache_bytes, stock_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -26,6 +28,7 @@ import demo  # noqa: E402
 import numpy_blas  # noqa: E402
 import quality  # noqa: E402
 import smollm2  # noqa: E402
+from quality_targets import verdicts  # noqa: E402
 
 SIZES = demo.Sizes(calibration=300, iterations=2, tokens=150, answer=5)
 
@@ -63,7 +66,7 @@ def test_whole_demo(tmp_path, show, monkeypatch):
     assert "ΔPPL" in text and all(name in text for name in judged) and "earlier run" not in text
 
     files = {p.name: p.read_bytes() for p in args.folder.iterdir()}
-    assert len(files) == len(vecinfer.PRESETS)
+    assert len(files) == len(PRESETS)
     again = demo.run(args, SIZES, show)
     assert "earlier run" in show.export_text()
     assert {p.name: p.read_bytes() for p in args.folder.iterdir()} == files
@@ -88,13 +91,72 @@ def test_quality_script(tmp_path, show):
     assert rows == order  # by bytes
 
 
+def test_quality_of_files(tmp_path, monkeypatch, capsys):
+    """A calibration whose layers differ; then numbers of two runs in one picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(quality, "cache_dir", lambda: tmp_path)
+    text, model = tmp_path / "persuasion.txt", tiny.llama()
+    text.write_text("It was a dark and stormy night.\n" * 9, encoding="utf-8")
+    pairs = [[codec(n, 64, s) for s in ("key", "value")] for n in ("trellis-1bit", "none")]
+    layers = [LayerCodecs(*pair) for pair in pairs]
+    Calibration("mixed-9bit", model_shape(model), layers, 300).save(
+        tmp_path / "mixed-9.safetensors"
+    )
+    common = ["--model", str(save_model(tmp_path / "tiny")), "--texts", str(text), "--tokens"]
+    common += ["150", "--presets", "trellis-1bit", "none", "--files"]
+    numbers, picture = tmp_path / "q.json", tmp_path / "q.png"
+    assert (
+        quality.main([*common, str(tmp_path / "mixed-9.safetensors"), "--json", str(numbers)]) == 0
+    )
+    found = json.loads(numbers.read_text())
+    slopes = found["bytes_per_further_token"]
+    assert slopes["mixed-9"] == (slopes["trellis-1bit"] + slopes["none"]) / 2
+    bits = 8 * slopes["none"] / found["numbers_per_token"]
+    assert bits == 16 and slopes["trellis-1bit"] < slopes["none"] / 8
+    found["tokens"] = 1024
+    numbers.write_text(json.dumps(found))
+    capsys.readouterr()
+    monkeypatch.setattr(quality, "run", None)
+    read = [
+        "--from-json",
+        str(numbers),
+        str(numbers),
+        "--plot",
+        str(picture),
+        "--targets",
+        "--markdown",
+    ]
+    assert quality.main(read) == 0
+    assert picture.read_bytes()[1:4] == b"PNG"
+    shown = capsys.readouterr().out
+    assert shown.count("trellis-1bit, persuasion, 1024 tokens: 0.0") == 2 and "met" in shown
+    assert "| cache | bits | persuasion, 1024 | persuasion, 1024 |" in shown
+    assert f"| `trellis-1bit` | {8 * slopes['trellis-1bit'] / 512:.2f} | 0.0" in shown
+
+
+def test_targets_say_what_is_missed():
+    found = {"trellis-2bit": {"kl": 0.0155, "multiple": 0.136}}
+    assert list(verdicts("persuasion", 1024, found)) == [
+        "trellis-2bit, persuasion, 1024 tokens: 0.01550 nats, at most 0.0155: met"
+    ]
+    (line,) = verdicts("electronic_texts", 1024, found)
+    assert line.endswith("0.13600 of kv_bits=4, at most 0.135: MISSED")
+    assert not list(verdicts("persuasion", 1025, found))
+
+
+def test_families():
+    names = ("turboquant-rvq-2bit", "turboquant-2bit", "mlx-lm kv_bits=4", "float16 (mlx-lm)")
+    want = ["turboquant-rvq", "turboquant", "mlx-lm", None]
+    assert [quality.family(n) for n in names] == want
+
+
 def test_presets_that_do_not_fit_are_left_out(show):
     model = tiny.llama()
     taken, refused = quality.suitable(quality.PRESETS, ModelShape("wide", 1, 1, 256, 256))
     assert list(refused) == ["qjl-4bit"] and "centred-4bit" in taken
     assert set(taken) | set(refused) == set(quality.PRESETS)
     _, narrow = quality.suitable(quality.PRESETS, ModelShape("odd", 1, 1, 72, 72))
-    assert set(narrow) == set(vecinfer.PRESETS)  # 72 = 8 * 9 has no Hadamard matrix
+    assert set(narrow) == set(PRESETS)  # 72 = 8 * 9 has no Hadamard matrix
     caches = {"float32": lambda: stock_cache(model), **quality.compressed(model, [], {})}
     ones = dict.fromkeys(caches, 1)
     quality.judge("text", model, tiny.ids(9), caches, ones, ones, refused, show)

@@ -164,9 +164,11 @@ def test_strides_and_empty(rng):
         (2, 0, 24),
         (2, 0),
     ]
-    out = ops.hadamard_quantize(mx.zeros((2, 3, 0, 64)), signs, levels, 3, block=64)
-    assert [a.shape for a in out] == [(2, 3, 0, 24), (2, 3, 0), (2, 3, 0, 64), (2, 3, 0)]
-    mx.eval(out)
+    for native in (None, False):
+        kw = {"block": 64, "use_metal_kernels": native}
+        out = ops.hadamard_quantize(mx.zeros((2, 3, 0, 64)), signs, levels, 3, **kw)
+        assert [a.shape for a in out] == [(2, 3, 0, 24), (2, 3, 0), (2, 3, 0, 64), (2, 3, 0)]
+        mx.eval(out)
     scalar = ops.hadamard_quantize(x[0, 0, 0, :64], signs, levels, 3)
     assert scalar[0].shape == (24,) and scalar[1].shape == ()
 

@@ -93,6 +93,17 @@ def test_enabling_is_idempotent_and_reversible(model):
     assert mx.array_equal(with_stock, tiny.run(model, stock.make_prompt_cache(model), tiny.ids(20)))
 
 
+def test_models_of_one_architecture_are_disabled_one_by_one(model):
+    original = mlx_llama.scaled_dot_product_attention
+    other = tiny.llama(seed=4)
+    cache = tiny.compressed(other)
+    enable_attention(model)
+    disable_attention(model)
+    assert bool(mx.isfinite(tiny.run(other, cache, tiny.ids(20))).all())
+    disable_attention(other)
+    assert mlx_llama.scaled_dot_product_attention is original
+
+
 def test_disabled_attention_says_so(model):
     cache = tiny.compressed(model)
     disable_attention(model)
@@ -160,7 +171,7 @@ def test_model_shape(model):
 def test_refusals(model, tmp_path):
     with pytest.raises(ValueError, match=r"\[make_prompt_cache\] vecinfer-2bit must be calibrated"):
         make_prompt_cache(model, "vecinfer-2bit")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="must be a file, but"):
         make_prompt_cache(model, tmp_path / "nothing.safetensors")
     other = tiny.llama(head_dim=32)
     with pytest.raises(ValueError, match="key_dim 64 but the model has 32"):

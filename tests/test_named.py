@@ -13,6 +13,7 @@ import vqkv_ext
 from test_cache import SMALL, decoded, feed, tokens
 from vqkv_ext import (
     QJLKVCache,
+    TrellisKVCache,
     TurboQuantKVCache,
     TurboQuantProdKVCache,
     TurboQuantRVQKVCache,
@@ -25,6 +26,7 @@ METHODS = {
     TurboQuantProdKVCache: ("turboquant-prod", (2, 3, 4)),
     TurboQuantRVQKVCache: ("turboquant-rvq", (2, 4)),
     QJLKVCache: ("qjl", (1, 2, 4)),
+    TrellisKVCache: ("trellis", (1, 2, 3, 4)),
 }
 
 

@@ -221,10 +221,15 @@ def test_empty(rng):
         )
         mx.eval(out)
         assert out.shape == (1, 2, queries, tokens)
-    heads = ops.qjl_inner_product(
-        mx.zeros((0, 3, 6)), sketch, mx.zeros((0, 4, 2), mx.uint8), mx.zeros((0, 4))
-    )
-    assert heads.shape == (0, 3, 4)
+    for native in (None, False):
+        heads = ops.qjl_inner_product(
+            mx.zeros((0, 3, 6)),
+            sketch,
+            mx.zeros((0, 4, 2), mx.uint8),
+            mx.zeros((0, 4)),
+            use_metal_kernels=native,
+        )
+        assert heads.shape == (0, 3, 4)
 
 
 @pytest.mark.skipif(not _ext.has_simulator(), reason="needs the simulator")

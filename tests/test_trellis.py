@@ -141,6 +141,8 @@ def test_shapes_types_and_strides(rng, shape, dtype):
     flat = mx.contiguous(x).astype(mx.float32).reshape(-1, 20)
     want = ops.trellis_encode(flat, table.astype(mx.float16).astype(mx.float32), 3)
     assert same((codes.reshape(-1, 9), scales.reshape(-1)), want)
+    plain = ops.trellis_encode(x, table.astype(mx.float16), 3, use_metal_kernels=False)
+    assert [(a.shape, a.dtype) for a in plain] == [(a.shape, a.dtype) for a in (codes, scales)]
 
 
 def test_same_split_anywhere(rng):

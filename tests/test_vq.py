@@ -155,10 +155,12 @@ def test_code_without_a_row_decodes_to_nan(dtype):
 
 def test_empty(rng):
     book = random(rng, (4, 2))
-    assert ops.quantize_vq(mx.zeros((0, 6)), book).shape == (0, 3)
-    assert ops.quantize_vq(mx.zeros((2, 0)), book).shape == (2, 0)
-    assert ops.dequantize_vq(mx.zeros((3, 0, 5), mx.uint8), book).shape == (3, 0, 10)
-    assert ops.fake_quantize_vq(mx.zeros((0, 6)), book).shape == (0, 6)
+    for native in (None, False):
+        kw = {"use_metal_kernels": native}
+        assert ops.quantize_vq(mx.zeros((0, 6)), book, **kw).shape == (0, 3)
+        assert ops.quantize_vq(mx.zeros((2, 0)), book, **kw).shape == (2, 0)
+        assert ops.dequantize_vq(mx.zeros((3, 0, 5), mx.uint8), book, **kw).shape == (3, 0, 10)
+        assert ops.fake_quantize_vq(mx.zeros((0, 6)), book, **kw).shape == (0, 6)
 
 
 def test_same_split_anywhere(rng):

@@ -27,13 +27,14 @@ export PYTHONPATH=$PWD/$(dirname "$package") PYTHONMALLOC=malloc
 export ASAN_OPTIONS=detect_leaks=0:symbolize=0:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=0:halt_on_error=1
 # Tests that reach native code, of each family and of the caches. In the simulator, where guard pages
-# watch the buffers anyway, one file of each family.
+# watch the buffers anyway, some files.
 tests=()
-for name in vq scalar hadamard hadamard_quantize qjl attention attention_matrix attention_prefill \
-  attention_axes attention_transforms cases_attention gradient qjl_gradient cache cache_modes \
-  product presets trellis mlx_lm; do tests+=("tests/test_$name.py"); done
+for name in vq scalar hadamard hadamard_quantize qjl trellis attention attention_matrix \
+  attention_prefill attention_axes attention_transforms gradient cache mlx_lm; do
+  tests+=("tests/test_$name.py")
+done
 simulated=()
-for name in vq scalar hadamard qjl trellis attention attention_matrix attention_prefill cache; do
+for name in vq scalar hadamard attention attention_prefill; do
   simulated+=("tests/test_$name.py")
 done
 pytest=("$bin/python" -m pytest -p no:cacheprovider -q)

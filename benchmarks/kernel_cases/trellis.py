@@ -66,4 +66,5 @@ def trellis_encode(n: int, bits: int) -> Calls:
         [mx_viterbi],
         agree=0.98,
         tolerance=2**-7,
+        reads=(a, mx_table),
     )

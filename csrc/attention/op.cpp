@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "attention/primitive.h"
+#include "contiguous.h"
 #include "hadamard/op.h"
 #include "mlx/ops.h"
 
@@ -61,21 +62,12 @@ void check_coded(const char* side, const Coded& c, int width, const mx::array& t
   }
 }
 
-/** Row-major, without a node in the graph where that is known already. */
-mx::array contiguous(const mx::array& a, mx::Stream s) {
-  return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
-}
-
-mx::array contiguous_f32(const mx::array& a, mx::Stream s) {
-  return contiguous(mx::astype(a, mx::float32, s), s);
-}
-
 /** `none` takes the place of what there is not. */
 void push_coded(std::vector<mx::array>& inputs, const Coded& c, const mx::array& none,
                 mx::Stream s) {
   auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : none; };
   inputs.push_back(contiguous(c.codes, s));
-  inputs.push_back(contiguous_f32(c.table, s));
+  inputs.push_back(contiguous(c.table, mx::float32, s));
   inputs.push_back(given(c.scales));
   inputs.push_back(given(c.centres));
   inputs.push_back(given(c.centre_scales));
@@ -116,7 +108,7 @@ void check_mask(const mx::array& m, const mx::array& q) {
 mx::array four_axes(const mx::array& m, mx::Stream s) {
   mx::Shape shape(4 - m.ndim(), 1);
   shape.insert(shape.end(), m.shape().begin(), m.shape().end());
-  return mx::contiguous(mx::reshape(m, shape, s), false, s);
+  return contiguous(mx::reshape(m, shape, s), s);
 }
 
 }  // namespace
@@ -214,7 +206,8 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
                      o.key_diagonal.has_value(),
                      o.value_diagonal.has_value()};
   const auto query = contiguous(q, s), rows_in_order = contiguous(layout, s);
-  std::vector<mx::array> in{query, q_code_ || !o.key_diagonal ? contiguous_f32(q_code, s) : query,
+  std::vector<mx::array> in{query,
+                            q_code_ || !o.key_diagonal ? contiguous(q_code, mx::float32, s) : query,
                             rows_in_order, contiguous(k_tail, s), contiguous(v_tail, s)};
   in.reserve(kAttentionInputs);
   push_coded(in, keys, rows_in_order, s);
@@ -227,7 +220,7 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
   push_coded(in, values, rows_in_order, s);
   in.push_back(o.mask ? four_axes(*o.mask, s) : rows_in_order);
   for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
-    in.push_back(*a ? contiguous_f32(**a, s) : rows_in_order);
+    in.push_back(*a ? contiguous(**a, mx::float32, s) : rows_in_order);
   }
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(s, spec);

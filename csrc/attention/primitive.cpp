@@ -7,7 +7,6 @@
 
 #include "backend/backend.h"
 #include "hadamard/op.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 
@@ -95,9 +94,7 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
 }
 
 void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
+  allocate(out);
   if (out[0].size() == 0) {
     return;
   }
@@ -112,9 +109,7 @@ void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
 }
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
+  allocate(out);
   if (out[0].size() == 0) {
     return;
   }

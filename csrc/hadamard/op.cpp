@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include "contiguous.h"
 #include "hadamard/primitive.h"
-#include "mlx/ops.h"
 
 namespace vqkv {
 namespace {
@@ -115,9 +115,8 @@ mx::array hadamard(const mx::array& x, const mx::array& signs, bool inverse, mx:
   check(op, x, signs);
   require(is_float(dtype), op, "dtype must be float32, float16 or bfloat16, but got ", dtype, ".");
   auto s = mx::to_stream(s_);
-  return mx::array(
-      x.shape(), dtype, std::make_shared<Hadamard>(s, inverse, dtype),
-      {mx::contiguous(x, false, s), mx::contiguous(mx::astype(signs, mx::float32, s), false, s)});
+  return mx::array(x.shape(), dtype, std::make_shared<Hadamard>(s, inverse, dtype),
+                   {contiguous(x, s), contiguous(signs, mx::float32, s)});
 }
 
 std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& signs,
@@ -145,9 +144,8 @@ std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& si
             " a multiple of ", *block, ", but got shape ", x.shape(), ".");
   }
   auto s = mx::to_stream(s_);
-  auto dense = [&](const mx::array& a) { return mx::contiguous(a, false, s); };
-  std::vector<mx::array> inputs{dense(x), dense(mx::astype(signs, mx::float32, s)),
-                                dense(mx::astype(centroids, mx::float32, s))};
+  std::vector<mx::array> inputs{contiguous(x, s), contiguous(signs, mx::float32, s),
+                                contiguous(centroids, mx::float32, s)};
   if (centres) {
     require(centres->dtype() == mx::int8 && centre_scales->dtype() == mx::bfloat16, op,
             "centres must be int8 and their scales bfloat16, but got ", centres->dtype(), " and ",
@@ -161,8 +159,8 @@ std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& si
     shape.pop_back();
     require(centre_scales->shape() == shape, op, "the scales of centres must have shape ", shape,
             ", but got ", centre_scales->shape(), ".");
-    inputs.push_back(dense(*centres));
-    inputs.push_back(dense(*centre_scales));
+    inputs.push_back(contiguous(*centres, s));
+    inputs.push_back(contiguous(*centre_scales, s));
   }
   const HadamardCode code{bits, kind, block.value_or(0)};
   std::vector<mx::Dtype> dtypes{mx::uint8, mx::bfloat16};

@@ -1,17 +1,10 @@
 #include "hadamard/primitive.h"
 
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 
 namespace vqkv {
 namespace {
-
-void allocate(std::vector<mx::array>& out) {
-  for (auto& a : out) {
-    a.set_data(mx::allocator::malloc(a.nbytes()));
-  }
-}
 
 mx::array ones(const mx::array& x, mx::Stream s) {
   return mx::ones({x.shape(-1)}, mx::float32, s);
@@ -152,11 +145,7 @@ std::vector<mx::array> HadamardQuantize::vjp(const std::vector<mx::array>& prima
                                              const std::vector<mx::array>&,
                                              const std::vector<int>& argnums,
                                              const std::vector<mx::array>&) {
-  std::vector<mx::array> grads;
-  for (int a : argnums) {
-    grads.push_back(mx::zeros_like(primals[a], stream()));
-  }
-  return grads;
+  return zero_gradients(primals, argnums, stream());
 }
 
 std::vector<mx::array> HadamardQuantize::jvp(const std::vector<mx::array>& primals,

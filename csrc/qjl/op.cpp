@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "mlx/ops.h"
+#include "contiguous.h"
 #include "qjl/primitive.h"
 
 namespace vqkv {
@@ -27,10 +27,6 @@ void check_sketch(const char* op, const mx::array& sketch, const char* name, con
           d, ".");
   require(x.shape(-1) == d, op, "the last dimension of ", name, " must be ", d,
           " (the sketch's D), but got shape ", x.shape(), ".");
-}
-
-mx::array dense(const mx::array& a, mx::Stream s) {
-  return mx::contiguous(a, false, s);
 }
 
 }  // namespace
@@ -68,7 +64,7 @@ std::vector<mx::array> qjl_encode(const mx::array& x, const mx::array& sketch,
   check_sketch(op, sketch, "x", x);
   auto s = mx::to_stream(s_);
   auto primitive = std::make_shared<QjlEncode>(s);
-  std::vector<mx::array> in{dense(x, s), dense(mx::astype(sketch, mx::float32, s), s)};
+  std::vector<mx::array> in{contiguous(x, s), contiguous(sketch, mx::float32, s)};
   auto shapes = primitive->output_shapes(in);
   return mx::array::make_arrays(shapes, {mx::uint8, mx::bfloat16}, primitive, in);
 }
@@ -101,8 +97,8 @@ mx::array qjl_inner_product(const mx::array& q, const mx::array& sketch, const m
           norms.shape(), ".");
   auto s = mx::to_stream(s_);
   auto primitive = std::make_shared<QjlInnerProduct>(s);
-  std::vector<mx::array> in{dense(q, s), dense(mx::astype(sketch, mx::float32, s), s),
-                            dense(signs, s), dense(norms, s)};
+  std::vector<mx::array> in{contiguous(q, s), contiguous(sketch, mx::float32, s),
+                            contiguous(signs, s), contiguous(norms, s)};
   return mx::array(primitive->output_shapes(in)[0], mx::float32, primitive, in);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "qjl/op.h"
@@ -11,12 +10,6 @@
 
 namespace vqkv {
 namespace {
-
-void allocate(std::vector<mx::array>& out) {
-  for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
-}
 
 /** Entry i of an input that vmap maps over axis 0, or the input itself. */
 mx::array entry(const mx::array& a, bool mapped, int i, mx::Stream s) {

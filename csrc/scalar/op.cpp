@@ -1,6 +1,6 @@
 #include "scalar/op.h"
 
-#include "mlx/ops.h"
+#include "contiguous.h"
 #include "scalar/primitive.h"
 
 namespace vqkv {
@@ -65,8 +65,7 @@ mx::array pack_bits(const mx::array& indices, int bits, mx::StreamOrDevice s_) {
           index_dtype(bits), ", but got ", indices.dtype(), ".");
   auto shape = packed_shape(op, indices.shape(), bits);
   auto s = mx::to_stream(s_);
-  return mx::array(shape, mx::uint8, std::make_shared<PackBits>(s, bits),
-                   {mx::contiguous(indices, false, s)});
+  return mx::array(shape, mx::uint8, std::make_shared<PackBits>(s, bits), {contiguous(indices, s)});
 }
 
 mx::array unpack_bits(const mx::array& packed, int bits, int n, mx::StreamOrDevice s_) {
@@ -76,7 +75,7 @@ mx::array unpack_bits(const mx::array& packed, int bits, int n, mx::StreamOrDevi
   auto shape = unpacked_shape(op, packed.shape(), bits, n);
   auto s = mx::to_stream(s_);
   return mx::array(shape, index_dtype(bits), std::make_shared<UnpackBits>(s, bits, n),
-                   {mx::contiguous(packed, false, s)});
+                   {contiguous(packed, s)});
 }
 
 mx::array quantize_scalar(const mx::array& x, const mx::array& centroids, int bits,
@@ -89,8 +88,7 @@ mx::array quantize_scalar(const mx::array& x, const mx::array& centroids, int bi
   auto shape = packed_shape(op, x.shape(), bits);
   auto s = mx::to_stream(s_);
   return mx::array(shape, mx::uint8, std::make_shared<QuantizeScalar>(s, bits),
-                   {mx::contiguous(x, false, s),
-                    mx::contiguous(mx::astype(centroids, mx::float32, s), false, s)});
+                   {contiguous(x, s), contiguous(centroids, mx::float32, s)});
 }
 
 mx::array dequantize_scalar(const mx::array& packed, const mx::array& centroids, int bits, int n,
@@ -103,9 +101,8 @@ mx::array dequantize_scalar(const mx::array& packed, const mx::array& centroids,
   require(is_float(out), op, "dtype must be float32, float16 or bfloat16, but got ", out, ".");
   auto shape = unpacked_shape(op, packed.shape(), bits, n);
   auto s = mx::to_stream(s_);
-  return mx::array(
-      shape, out, std::make_shared<DequantizeScalar>(s, bits, n),
-      {mx::contiguous(packed, false, s), mx::contiguous(mx::astype(centroids, out, s), false, s)});
+  return mx::array(shape, out, std::make_shared<DequantizeScalar>(s, bits, n),
+                   {contiguous(packed, s), contiguous(centroids, out, s)});
 }
 
 }  // namespace vqkv

@@ -8,15 +8,6 @@
 namespace vqkv {
 namespace {
 
-std::vector<mx::array> zero_gradients(const std::vector<mx::array>& primals,
-                                      const std::vector<int>& argnums, mx::Stream s) {
-  std::vector<mx::array> grads;
-  for (int a : argnums) {
-    grads.push_back(mx::zeros_like(primals[a], s));
-  }
-  return grads;
-}
-
 /** Give `out` memory, then fill it: launch() for the GPU and the simulator, or native(). */
 template <typename Launches, typename Native>
 void run_cpu(mx::array& out, mx::Stream s, Launches launches, Native native) {

@@ -25,7 +25,7 @@ VQKV_INLINE F squared_distance(F x, float level) {
 /** The lowest of n costs, `stride` floats apart, in the lanes; `step` times its index goes to
  * `index`. Ties, and NaN, keep the lower index. */
 template <int N>
-VQKV_INLINE F least_cost(const float* cost, int step, I* index) {
+VQKV_INLINE F least_cost(const float* cost, uint32_t step, I* index) {
   F least = load<F>(cost);
   I at{};
   VQKV_UNROLL
@@ -33,7 +33,7 @@ VQKV_INLINE F least_cost(const float* cost, int step, I* index) {
     const F c = load<F>(cost + j * kWidth);
     const auto less = c < least;
     least = less ? c : least;
-    at = less ? I{} + j * step : at;
+    at = less ? I{} + static_cast<int32_t>(uint32_t(j) * step) : at;
   }
   *index = at;
   return least;
@@ -61,7 +61,7 @@ void trellis_forward(const float* values, int width, const float* table, float* 
       for (int k = 0; k < W::each; ++k) {
         const int group = w * W::each + k;
         I choice;
-        const F least = least_cost<1 << B>(from + (group << B) * kWidth, 1 << (B * k), &choice);
+        const F least = least_cost<1 << B>(from + (group << B) * kWidth, 1u << (B * k), &choice);
         word |= choice;
         VQKV_UNROLL
         for (int n = 0; n < 1 << B; ++n) {

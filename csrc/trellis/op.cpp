@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include "contiguous.h"
 #include "hadamard/op.h"
-#include "mlx/ops.h"
 #include "trellis/primitive.h"
 
 namespace vqkv {
@@ -45,11 +45,9 @@ std::vector<mx::array> trellis_encode(const mx::array& x, const mx::array& table
           "], but got ", table.shape(), ".");
   const TrellisCode code{bits, row_scale_kind(op, scale)};
   auto s = mx::to_stream(s_);
-  auto wide = [&](const mx::array& a) {
-    return mx::contiguous(mx::astype(a, mx::float32, s), false, s);
-  };
   return mx::array::make_arrays(trellis_shapes(x.shape(), code), {mx::uint8, mx::bfloat16},
-                                std::make_shared<TrellisEncode>(s, code), {wide(x), wide(table)});
+                                std::make_shared<TrellisEncode>(s, code),
+                                {contiguous(x, mx::float32, s), contiguous(table, mx::float32, s)});
 }
 
 }  // namespace vqkv

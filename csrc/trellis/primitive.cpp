@@ -2,19 +2,9 @@
 
 #include "backend/backend.h"
 #include "hadamard/op.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 
 namespace vqkv {
-namespace {
-
-void allocate(std::vector<mx::array>& out) {
-  for (auto& a : out) {
-    a.set_data(mx::allocator::malloc(a.nbytes()));
-  }
-}
-
-}  // namespace
 
 void TrellisEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
   allocate(out);
@@ -44,11 +34,7 @@ std::vector<mx::array> TrellisEncode::vjp(const std::vector<mx::array>& primals,
                                           const std::vector<mx::array>&,
                                           const std::vector<int>& argnums,
                                           const std::vector<mx::array>&) {
-  std::vector<mx::array> grads;
-  for (int a : argnums) {
-    grads.push_back(mx::zeros_like(primals[a], stream()));
-  }
-  return grads;
+  return zero_gradients(primals, argnums, stream());
 }
 
 std::vector<mx::array> TrellisEncode::jvp(const std::vector<mx::array>& primals,

@@ -1,6 +1,6 @@
 #include "vq/op.h"
 
-#include "mlx/ops.h"
+#include "contiguous.h"
 #include "vq/primitive.h"
 
 namespace vqkv {
@@ -62,8 +62,7 @@ mx::array quantize_vq(const mx::array& x, const mx::array& codebook, mx::StreamO
   shape.back() = p.groups;
   auto dtype = p.rows <= 256 ? mx::uint8 : mx::uint16;
   return mx::array(shape, dtype, std::make_shared<QuantizeVQ>(s),
-                   {mx::contiguous(x, false, s),
-                    mx::contiguous(mx::astype(codebook, mx::float32, s), false, s)});
+                   {contiguous(x, s), contiguous(codebook, mx::float32, s)});
 }
 
 mx::array dequantize_vq(const mx::array& codes, const mx::array& codebook,
@@ -79,9 +78,8 @@ mx::array dequantize_vq(const mx::array& codes, const mx::array& codebook,
   auto s = mx::to_stream(s_);
   auto shape = codes.shape();
   shape.back() = p.groups * p.dims;
-  return mx::array(
-      shape, out, std::make_shared<DequantizeVQ>(s),
-      {mx::contiguous(codes, false, s), mx::contiguous(mx::astype(codebook, out, s), false, s)});
+  return mx::array(shape, out, std::make_shared<DequantizeVQ>(s),
+                   {contiguous(codes, s), contiguous(codebook, out, s)});
 }
 
 mx::array fake_quantize_vq(const mx::array& x, const mx::array& codebook, mx::StreamOrDevice s_) {

@@ -1,7 +1,6 @@
 #include "vq/primitive.h"
 
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "vq/op.h"
@@ -30,7 +29,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> map_both(const std::vector<m
 // ---- QuantizeVQ ----
 
 void QuantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out);
   if (out[0].size() == 0) {
     return;
   }
@@ -42,7 +41,7 @@ void QuantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
 }
 
 void QuantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out);
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), quantize_vq_launch(in[0], in[1], out[0]), {});
   }
@@ -59,11 +58,7 @@ std::vector<mx::array> QuantizeVQ::vjp(const std::vector<mx::array>& primals,
                                        const std::vector<mx::array>&,
                                        const std::vector<int>& argnums,
                                        const std::vector<mx::array>&) {
-  std::vector<mx::array> grads;
-  for (int a : argnums) {
-    grads.push_back(mx::zeros_like(primals[a], stream()));
-  }
-  return grads;
+  return zero_gradients(primals, argnums, stream());
 }
 
 std::vector<mx::array> QuantizeVQ::jvp(const std::vector<mx::array>& primals,
@@ -85,7 +80,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> QuantizeVQ::vmap(
 // ---- DequantizeVQ ----
 
 void DequantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out);
   if (out[0].size() == 0) {
     return;
   }
@@ -97,7 +92,7 @@ void DequantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::ar
 }
 
 void DequantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out);
   if (out[0].size() > 0) {
     backend::run_gpu(stream(), dequantize_vq_launch(in[0], in[1], out[0]), {});
   }

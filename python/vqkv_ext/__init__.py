@@ -17,6 +17,7 @@ from . import ops  # noqa: E402
 from .info import info  # noqa: E402
 from .named import (  # noqa: E402
     QJLKVCache,
+    TrellisKVCache,
     TurboQuantKVCache,
     TurboQuantProdKVCache,
     TurboQuantRVQKVCache,
@@ -26,6 +27,7 @@ from .named import (  # noqa: E402
 __version__ = "0.1.0"
 __all__ = [
     "QJLKVCache",
+    "TrellisKVCache",
     "TurboQuantKVCache",
     "TurboQuantProdKVCache",
     "TurboQuantRVQKVCache",

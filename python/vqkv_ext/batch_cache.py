@@ -7,15 +7,23 @@ the same column of a width that includes the padding at the left.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from .batch_rows import Pair, check_alike, join_bodies, join_tails, take_coded, take_rows
+from .batch_rows import (
+    Pair,
+    check_alike,
+    join_bodies,
+    join_tails,
+    numbers,
+    row_index,
+    take_coded,
+    take_rows,
+)
 from .cache import CompressedKVCache
-from .cache_base import CompressedCache
+from .cache_base import CompressedCache, integer
 from .cache_config import CacheConfig
 from .codecs.base import Codec, CodedArrays
 from .coded_body import centre_of, encode_span, fit, store_span
@@ -44,12 +52,7 @@ class BatchCompressedKVCache(CompressedCache):
     ):
         super().__init__(key_codec, value_codec, config)
         self._width = 0  # columns so far, padding included
-        self._left = [operator.index(n) for n in left_padding]
-        if not self._left or min(self._left) < 0:
-            raise ValueError(
-                f"[{self._op}] left_padding must be one number >= 0 for each row, but got "
-                f"{left_padding!r}."
-            )
+        self._left = numbers("left_padding", left_padding)
         self._offsets = [-n for n in self._left]
         self._coded = [0] * len(self._left)
         self._starts = [self.config.sink_tokens] * len(self._left)
@@ -73,20 +76,27 @@ class BatchCompressedKVCache(CompressedCache):
             right_padding: So many of the last; :meth:`finalize` follows when they have come.
 
         Raises:
-            ValueError: Padding at the left of a cache with tokens, or at the right without lengths.
+            ValueError: Padding at the left of a cache with tokens, or at the right without lengths;
+                or other than a number >= 0 for each row.
         """
-        if left_padding is not None:
-            if not self.empty():
-                raise ValueError(f"[{self._op}] left_padding must come before any token.")
-            self._left = [a + b for a, b in zip(self._left, left_padding, strict=True)]
-            self._offsets = [a - b for a, b in zip(self._offsets, left_padding, strict=True)]
-        if right_padding is not None and max(right_padding) > 0:
-            if lengths is None or len(lengths) != len(self._left):
+        rows = len(self._left)
+        left = None if left_padding is None else numbers("left_padding", left_padding, rows)
+        right = None if right_padding is None else numbers("right_padding", right_padding, rows)
+        if left is not None and not self.empty():
+            raise ValueError(
+                f"[{self._op}] left_padding must come before any token, but got it after "
+                f"{self._width} columns."
+            )
+        if right is not None and any(right):
+            if lengths is None:
                 raise ValueError(
                     f"[{self._op}] right_padding must come with a length for each of the "
-                    f"{len(self._left)} rows, but got {lengths!r}."
+                    f"{rows} rows, but got {lengths!r}."
                 )
-            self._right, self._remaining = list(right_padding), list(lengths)
+            self._right, self._remaining = right, numbers("lengths", lengths, rows)
+        if left is not None:
+            self._left = [a + b for a, b in zip(self._left, left, strict=True)]
+            self._offsets = [a - b for a, b in zip(self._offsets, left, strict=True)]
 
     def finalize(self) -> None:
         """The padding that :meth:`prepare` announced at the right counts as padding at the left
@@ -146,11 +156,13 @@ class BatchCompressedKVCache(CompressedCache):
         slots = [self._slot(b, max(0, n)) for b, n in enumerate(self._offsets)]
         one = keys.shape[2] == 1
         need = max(at + max(n, one) for at, n in zip(slots, take, strict=True))
-        if self._tails is None:
-            self._tails = self._zero_tails(keys, values, max(need, self._tail_capacity))
-        grown = need > self._tails[0].shape[2]
-        k, v = (fit(t, need) for t in self._tails) if grown else self._tails
-        if not grown:  # drop the attribute: an array with one owner is updated in place
+        fresh = self._tails is None
+        held = self._tails or self._zero_tails(keys, values, max(need, self._tail_capacity))
+        grown = need > held[0].shape[2]
+        k, v = (fit(t, need) for t in held) if grown else held
+        del held
+        moved = fresh or grown
+        if not moved:  # drop the attribute: an array with one owner is updated in place
             self._tails = None
         uniform = all(len(set(x)) == 1 for x in (slots, skip, take))
         if uniform and take[0]:
@@ -166,9 +178,10 @@ class BatchCompressedKVCache(CompressedCache):
                 if n:
                     k[b : b + 1, :, at : at + n] = keys[b : b + 1, :, a : a + n]
                     v[b : b + 1, :, at : at + n] = values[b : b + 1, :, a : a + n]
-        if not grown:
-            self._tails = (k, v)
-        return k, v
+        tails = (k, v)
+        if not moved:
+            self._tails = tails
+        return tails
 
     def _encode(self, tails: Pair, due: list[int]) -> None:
         """Code the tokens of each row up to its ``due``-th; rows at the same place in one go."""
@@ -218,9 +231,11 @@ class BatchCompressedKVCache(CompressedCache):
             max(start, c.sink_tokens + coded - c.block)
             for start, coded in zip(self._starts, self._coded, strict=True)
         ]
-        if starts == self._starts and tails is self._tails:
-            return
         moved = [a - b for a, b in zip(starts, self._starts, strict=True)]
+        fresh = self._tails is None
+        if not any(moved) and (fresh or tails is self._tails):
+            self._tails = tails
+            return
         self._starts = starts
         kept = max(self._slot(b, max(0, n)) for b, n in enumerate(self._offsets))
         room = self._tail_room(kept)
@@ -242,7 +257,7 @@ class BatchCompressedKVCache(CompressedCache):
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""
         if self._tails is None:
-            raise RuntimeError(f"[{self._op}] keys_and_values needs tokens, but got none.")
+            raise RuntimeError(f"[{self._op}] keys_and_values must follow tokens, but got none.")
         return self._handles(self._tails, self._coded, self._starts)
 
     # ---- shrinking ----
@@ -257,7 +272,7 @@ class BatchCompressedKVCache(CompressedCache):
         Raises:
             TypeError: ``n`` is no integer.
         """
-        n = max(0, min(operator.index(n), self._width))
+        n = max(0, min(integer(self._op, "n", n), self._width))
         self._width -= n
         self._offsets = [x - n for x in self._offsets]
         for b, offset in enumerate(self._offsets):
@@ -272,10 +287,12 @@ class BatchCompressedKVCache(CompressedCache):
         """Keep these rows, in this order.
 
         Raises:
+            TypeError: Not integers, but a mask of rows, say.
             ValueError: No rows.
+            IndexError: A row that there is not.
         """
         given = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        keep = [operator.index(i) for i in given]
+        keep = [row_index("batch_indices", i, len(self._left)) for i in given]
         if not keep:
             raise ValueError(f"[{self._op}] filter must keep at least one row, but got none.")
         for name in ("_left", "_offsets", "_coded", "_starts", "_right", "_remaining"):
@@ -297,7 +314,9 @@ class BatchCompressedKVCache(CompressedCache):
                 is not finalized.
         """
         if self._right is not None or getattr(other, "_right", None) is not None:
-            raise ValueError(f"[{self._op}] extend must come after finalize.")
+            raise ValueError(
+                f"[{self._op}] extend must come after finalize, but got padding at the right."
+            )
         joined = self._joined([self, other])
         self.__dict__.update(joined.__dict__)
 
@@ -315,10 +334,12 @@ class BatchCompressedKVCache(CompressedCache):
 
     @classmethod
     def _joined(cls, parts: Sequence[CompressedCache]) -> BatchCompressedKVCache:
+        if not parts:
+            raise ValueError("[BatchCompressedKVCache] caches must be one or more, but got none.")
         first = parts[0]
         for part in parts:
             check_alike(first, part)
-        rows = [_rows(part) for part in parts]
+        rows = [part._rows() for part in parts]
         counts = [len(r) for r in rows]
         new = cls(first.key_codec, first.value_codec, first.config, [0] * sum(counts))
         new._offsets, new._coded, new._starts = (list(x) for x in zip(*sum(rows, []), strict=True))
@@ -330,7 +351,13 @@ class BatchCompressedKVCache(CompressedCache):
         return new
 
     def extract(self, idx: int) -> CompressedKVCache:
-        """A cache of its own with the contents of one row."""
+        """A cache of its own with the contents of one row.
+
+        Raises:
+            TypeError: ``idx`` is no integer.
+            IndexError: There is no such row.
+        """
+        idx = row_index("idx", idx, len(self._left))
         cache = CompressedKVCache(self.key_codec, self.value_codec, self.config)
         offset, coded, start = self._offsets[idx], self._coded[idx], self._starts[idx]
         if offset <= 0 or self._tails is None:
@@ -377,19 +404,17 @@ class BatchCompressedKVCache(CompressedCache):
         mask = (rows >= columns) & (columns >= self.left_padding[:, None, None, None])
         return mask if window_size is None else mask & (rows < columns + window_size)
 
+    def _rows(self) -> list[tuple[int, int, int]]:
+        return list(zip(self._offsets, self._coded, self._starts, strict=True))
+
     def _counts(self) -> tuple[Any, ...]:
         rows = (self._left, self._offsets, self._coded, self._starts)
         pending = [self._right, self._remaining] if self._right is not None else []
         return self._width, mx.array([*rows, *pending], dtype=mx.int32)
 
     def _set_counts(self, counts: tuple[Any, ...]) -> None:
-        self._width = int(counts[0])
-        self._left, self._offsets, self._coded, self._starts, *pending = counts[1].tolist()
+        width, rows = counts
+        left, offsets, coded, starts, *pending = rows.tolist()
+        self._width = int(width)
+        self._left, self._offsets, self._coded, self._starts = left, offsets, coded, starts
         self._right, self._remaining = pending or (None, None)
-
-
-def _rows(cache: CompressedCache) -> list[tuple[int, int, int]]:
-    """Of each row: offset, coded tokens, first tail token."""
-    if isinstance(cache, BatchCompressedKVCache):
-        return list(zip(cache._offsets, cache._coded, cache._starts, strict=True))
-    return [cache._counts()]

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from .cache import CompressedKVCache
-from .cache_base import CompressedCache
+from .cache_base import CompressedCache, integer
 from .codecs.base import CodedArrays
 from .coded_body import body_capacity, fit, resized
 
@@ -16,6 +16,36 @@ Pair = tuple[mx.array, mx.array]
 Bodies = tuple[CodedArrays, CodedArrays]
 
 _OP = "BatchCompressedKVCache"
+
+
+def numbers(name: str, given: Any, rows: int | None = None) -> list[int]:
+    """One number for each row; of as many rows as are given without ``rows``.
+
+    Raises:
+        ValueError: Other than that.
+    """
+    try:
+        held = given.tolist() if isinstance(given, mx.array) else given
+        found = [integer(_OP, name, n) for n in held]
+    except TypeError:
+        found = []
+    if not found or min(found) < 0 or rows not in (None, len(found)):
+        each = "each row" if rows is None else f"each of the {rows} rows"
+        raise ValueError(f"[{_OP}] {name} must be one number >= 0 for {each}, but got {given!r}.")
+    return found
+
+
+def row_index(name: str, index: Any, rows: int) -> int:
+    """The index of a row; negative ones count from the end.
+
+    Raises:
+        TypeError: No integer.
+        IndexError: There is no such row.
+    """
+    i = integer(_OP, name, index)
+    if not -rows <= i < rows:
+        raise IndexError(f"[{_OP}] {name} must be among {rows} rows, but got {i}.")
+    return i % rows
 
 
 def check_alike(first: CompressedCache, other: Any) -> None:

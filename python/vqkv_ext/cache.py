@@ -12,13 +12,12 @@ longer (grace), so trimming up to one block is exact.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .cache_base import CompressedCache
+from .cache_base import CompressedCache, integer
 from .cache_config import CacheConfig
 from .codecs.base import Codec
 from .coded_body import CodedSpan, centre_of, encode_span, store_span
@@ -84,9 +83,8 @@ class CompressedKVCache(CompressedCache):
         at, n = self._slot(self.offset), keys.shape[2]
         if self._tails is None and at == 0 and n > self._tail_capacity:
             return mx.array(keys), mx.array(values)
-        if self._tails is None:
-            self._tails = self._zero_tails(keys, values, self._tail_capacity)
-        tails = self._tails
+        fresh = self._tails is None
+        tails = self._tails or self._zero_tails(keys, values, self._tail_capacity)
         if at + n > tails[0].shape[2]:
             k, v = (
                 mx.concatenate([t[:, :, :at], x], axis=2)
@@ -99,8 +97,10 @@ class CompressedKVCache(CompressedCache):
         del tails
         k[:, :, at : at + n] = keys
         v[:, :, at : at + n] = values
-        self._tails = (k, v)
-        return self._tails
+        tails = (k, v)
+        if not fresh:
+            self._tails = tails
+        return tails
 
     def _encode(self, tails: tuple[mx.array, mx.array], due: int) -> None:
         """Code tokens up to the body's ``due``-th, all rows and blocks in one go."""
@@ -133,16 +133,20 @@ class CompressedKVCache(CompressedCache):
         """Keep the sinks and what is not coded, plus one block of grace."""
         config = self.config
         start = max(self._tail_start, config.sink_tokens + self._coded - config.block)
-        if start == self._tail_start and tails is self._tails:
-            return
         used, begin = self._slot(self.offset), self._slot(start)
+        fits = tails is self._tails or tails[0].shape[2] == self._tail_room(used)
+        if start == self._tail_start and fits:
+            self._tails = tails
+            return
         kept = []
         for t in tails:
             sinks = min(config.sink_tokens, used)
             recent = t[:, :, max(begin, sinks) : used]
-            free = self._tail_room(sinks + recent.shape[2]) - sinks - recent.shape[2]
-            zeros = mx.zeros((*t.shape[:2], free, t.shape[3]), t.dtype)
-            kept.append(mx.concatenate([t[:, :, :sinks], recent, zeros], axis=2))
+            last = sinks + recent.shape[2]
+            moved = mx.zeros((*t.shape[:2], self._tail_room(last), t.shape[3]), t.dtype)
+            moved[:, :, :sinks] = t[:, :, :sinks]
+            moved[:, :, sinks:last] = recent
+            kept.append(moved)
         self._tails = (kept[0], kept[1])
         self._tail_start = start
 
@@ -156,7 +160,7 @@ class CompressedKVCache(CompressedCache):
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""
         if self._tails is None:
-            raise RuntimeError("[CompressedKVCache] keys_and_values needs tokens, but got none.")
+            raise RuntimeError(f"[{self._op}] keys_and_values must follow tokens, but got none.")
         return self._handles(self._tails, self._coded, self._tail_start)
 
     # ---- shrinking ----
@@ -173,7 +177,7 @@ class CompressedKVCache(CompressedCache):
         Raises:
             TypeError: ``n`` is no integer.
         """
-        n = max(0, min(operator.index(n), self.offset))
+        n = max(0, min(integer(self._op, "n", n), self.offset))
         self.offset -= n
         self._coded, self._tail_start = self.config.trimmed(
             self.offset, self._coded, self._tail_start
@@ -208,8 +212,12 @@ class CompressedKVCache(CompressedCache):
 
         return BatchCompressedKVCache.merge(caches)
 
+    def _rows(self) -> list[tuple[int, int, int]]:
+        return [self._counts()]
+
     def _counts(self) -> tuple[int, int, int]:
         return self.offset, self._coded, self._tail_start
 
     def _set_counts(self, counts: tuple[Any, ...]) -> None:
-        self.offset, self._coded, self._tail_start = (int(x) for x in counts)
+        offset, coded, start = counts
+        self.offset, self._coded, self._tail_start = int(offset), int(coded), int(start)

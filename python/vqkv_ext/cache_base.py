@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Self
 
 import mlx.core as mx
@@ -12,7 +13,8 @@ from .codecs import recipe
 from .codecs.base import Codec, CodedArrays
 from .coded_body import ARRAYS
 from .compressed_array import CompressedArray
-from .packed import MAX_CHANNELS, Layout, PackedKV, layout_rows
+from .layout_rows import layout_rows
+from .packed import MAX_CHANNELS, Layout, PackedKV
 
 _STEP = 8  # query tokens that fit the tail without moving it
 _DENSE_GROWTH = 256  # tokens by which a tail grows while nothing is coded yet
@@ -26,12 +28,18 @@ class CompressedCache:
         config: Which tokens stay uncompressed.
 
     Raises:
+        TypeError: No codecs.
         ValueError: A codec is wider than attention can read.
         RuntimeError: ``use_metal_kernels`` is True where there are none.
     """
 
     def __init__(self, key_codec: Codec, value_codec: Codec, config: CacheConfig | None = None):
         for codec in (key_codec, value_codec):
+            if not hasattr(codec, "fingerprint"):
+                raise TypeError(
+                    f"[{self._op}] key_codec and value_codec must be codecs, but got "
+                    f"{type(codec).__name__}."
+                )
             if codec.width > MAX_CHANNELS:
                 raise ValueError(
                     f"[{self._op}] head_dim must be at most {MAX_CHANNELS}, but got "
@@ -56,6 +64,11 @@ class CompressedCache:
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         op = self._op
+        if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+            raise TypeError(
+                f"[{op}] keys and values must be MLX arrays, but got {type(keys).__name__} and "
+                f"{type(values).__name__}."
+            )
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
                 f"[{op}] keys and values must be [B, H, L, D] and [B, H, L, Dv], but got "
@@ -116,7 +129,7 @@ class CompressedCache:
     ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`."""
         c = self.config
-        counts = layout_rows(tuple(map(tuple, rows)))
+        counts = layout_rows(rows)
         if self._tails is not None and tails is not self._tails:
             # who evaluates the output has evaluated the cache too, and may go on in another thread
             (counts,) = mx.depends([counts], list(self._tails))
@@ -150,7 +163,8 @@ class CompressedCache:
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        assert self._tails is not None
+        if self._tails is None:
+            raise RuntimeError(f"[{self._op}] keys must be held to be set, but got none.")
         self._tails = (keys, self._tails[1])
 
     @property
@@ -210,11 +224,22 @@ class CompressedCache:
 
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
-        tails, bodies, counts, spans, recipes = v
+        before = dict(vars(self))
+        try:
+            self._take(v)
+        except Exception:
+            vars(self).update(before)
+            raise
+
+    def _take(self, state: tuple[Any, ...]) -> None:
+        op = self._op
+        if not isinstance(state, tuple | list) or len(state) != 5:
+            raise ValueError(f"[{op}] the state must be that of a {op}, but got {type(state)}.")
+        tails, bodies, counts, spans, recipes = state
         fingerprint = "/".join(r[0] for r in recipes)
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"[{self._op}] the state must be of codec {self.fingerprint!r}, but got one of "
+                f"[{op}] the state must be of codec {self.fingerprint!r}, but got one of "
                 f"{fingerprint!r}."
             )
         present = [{n: own(a) for n, a in zip(ARRAYS, b, strict=True) if _given(a)} for b in bodies]
@@ -223,7 +248,31 @@ class CompressedCache:
         self.config = CacheConfig(int(sinks), int(window), int(block), metal, prefill, int(start))
         self._tails = (own(tails[0]), own(tails[1])) if _given(tails[0]) else None
         self._bodies = (present[0], present[1]) if present[0] else None
-        self._set_counts(counts)
+        try:
+            self._set_counts(counts)
+        except (TypeError, ValueError, AttributeError) as e:
+            raise ValueError(
+                f"[{op}] the state must be that of a {op}, but got counts {counts}."
+            ) from e
+        if not all(self._holds(*row) for row in self._rows()):
+            raise ValueError(
+                f"[{op}] the state must hold the tokens it counts, but got counts {counts}."
+            )
+
+    def _rows(self) -> list[tuple[int, int, int]]:
+        """Of each row: offset, coded tokens, first tail token."""
+        raise NotImplementedError
+
+    def _holds(self, offset: int, coded: int, start: int) -> bool:
+        """Whether there is room in the arrays for a row with such counts."""
+        sinks, held = self.config.sink_tokens, max(0, offset)
+        tail = self._tails[0].shape[2] if self._tails is not None else 0
+        body = min((b["codes"].shape[2] for b in self._bodies or ()), default=0)
+        return (
+            0 <= coded <= min(body, max(0, held - sinks))
+            and sinks <= start <= sinks + coded
+            and self.config.slot(held, start) <= tail
+        )
 
     @classmethod
     def from_state(
@@ -261,6 +310,20 @@ class CompressedCache:
             keys, values = ({n: own(a) for n, a in b.items()} for b in self._bodies)
             new._bodies = (keys, values)
         return new
+
+
+def integer(op: str, name: str, value: Any) -> int:
+    """``value``, if it is an integer; a truth value is none.
+
+    Raises:
+        TypeError: It is not.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"[{op}] {name} must be an integer, but got {value!r}.") from None
 
 
 def own(a: mx.array | None) -> mx.array | None:

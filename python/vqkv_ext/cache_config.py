@@ -37,6 +37,11 @@ class CacheConfig:
             raise ValueError(
                 f"[CacheConfig] prefill must be 'coded' or 'dense', but got {self.prefill!r}."
             )
+        if self.use_metal_kernels not in (None, True, False):
+            raise ValueError(
+                "[CacheConfig] use_metal_kernels must be None, True or False, but got "
+                f"{self.use_metal_kernels!r}."
+            )
         for name, least in (("sink_tokens", 0), ("window", 0), ("block", 1), ("start", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

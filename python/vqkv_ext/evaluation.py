@@ -165,8 +165,8 @@ def quantized_caches(model: nn.Module) -> dict[str, MakeCache]:
     """mlx_lm's own caches of 8 and 4 bits, by name, to compare compressed caches with.
 
     The groups that share a scale are of mlx_lm's default 64 values, or of the 32 that MLX also has
-    where only these divide the head dimension. A model that mlx_lm cannot quantise the caches of
-    has none.
+    where only these divide the head dimension. What mlx_lm cannot quantise, or MLX has no kernel
+    for on this device, is left out.
     """
     cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
@@ -175,11 +175,15 @@ def quantized_caches(model: nn.Module) -> dict[str, MakeCache]:
     group = next((g for g in (64, 32) if not any(w % g for w in widths)), None)
     if group is None:
         return {}
-    try:
-        stock_cache(model, 8, group)
-    except NotImplementedError:  # sliding windows
-        return {}
-    return {f"mlx-lm kv_bits={b}": partial(stock_cache, model, b, group) for b in (8, 4)}
+    caches = {}
+    for bits in (8, 4):
+        make = partial(stock_cache, model, bits, group)
+        try:
+            mx.eval(model(mx.zeros((1, 2), mx.int32), cache=make()))
+        except (NotImplementedError, RuntimeError):  # sliding windows; no such kernel
+            continue
+        caches[f"mlx-lm kv_bits={bits}"] = make
+    return caches
 
 
 def cache_bytes(cache: Sequence[Any]) -> int:

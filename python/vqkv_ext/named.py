@@ -14,6 +14,7 @@ from .config import KVCacheConfig
 
 __all__ = [
     "QJLKVCache",
+    "TrellisKVCache",
     "TurboQuantKVCache",
     "TurboQuantProdKVCache",
     "TurboQuantRVQKVCache",
@@ -121,6 +122,28 @@ def QJLKVCache(
         ValueError: Bits or head dimensions that are not offered.
     """
     return _of("QJLKVCache", "qjl", head_dim, bits, value_head_dim, config)
+
+
+def TrellisKVCache(
+    head_dim: int,
+    bits: int = 4,
+    *,
+    value_head_dim: int | None = None,
+    config: CacheConfig | None = None,
+) -> CompressedKVCache:
+    """A cache of trellis codes (Marcellin and Fischer 1990; QTIP, arXiv 2406.11235) of rotated
+    vectors, keys relative to the mean of their block.
+
+    Args:
+        head_dim: Values per key, 8 to 576.
+        bits: 1, 2, 3 or 4 per value; each vector has 8 - ``bits`` bits and a scale of 2 bytes
+            besides, and each block of keys a mean of one byte per channel.
+        value_head_dim, config: See :func:`TurboQuantKVCache`.
+
+    Raises:
+        ValueError: Bits or head dimensions that are not offered.
+    """
+    return _of("TrellisKVCache", "trellis", head_dim, bits, value_head_dim, config)
 
 
 def VecInferKVCache(

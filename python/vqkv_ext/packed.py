@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
@@ -114,13 +113,6 @@ class Layout:
     def coded_tokens(self, seen: int) -> int:
         """Tokens a query that sees ``seen`` tokens reads as codes."""
         return coded_tokens(seen, self.sink_tokens, self.window, self.block)
-
-
-@lru_cache(maxsize=64)
-def layout_rows(rows: tuple[tuple[int, ...], ...]) -> mx.array:
-    """:attr:`Layout.rows` of these numbers. The layers of a model mostly hold equal ones, and what
-    the host writes into an array has to get to the GPU before its first use."""
-    return mx.array(rows, dtype=mx.int32)
 
 
 def coded_tokens(seen: int, sink_tokens: int, window: int, block: int) -> int:

@@ -20,13 +20,14 @@ import lief
 
 lief.logging.disable()
 
-TARGET = (14, 0)
+TARGET = (14, 0)  # PIN: the oldest macOS of mlx's wheels
 RPATHS = ["@loader_path/../mlx/lib"]
 # mlx::core, anywhere in a mangled name, and metal-cpp, whose constants live in libmlx
 _MLX = re.compile(r"3mlx4core|^__Z\w*?N(2NS|3MTL|4MTL4|2CA)\d")
 # what the interpreter and the frameworks that libmlx loads provide
 _AT_RUN_TIME = re.compile(r"__?Py|_(objc|sel|class|object)_|_OBJC_CLASS_\$_")
 _NANOBIND_KEY = re.compile(rb"nanobind_[a-z]\w*_v\d+\w*")
+_LIBCXX = "/usr/lib/libc++.1.dylib"
 _DYNAMIC_LOOKUP = -2  # BIND_SPECIAL_DYLIB_FLAT_LOOKUP
 
 
@@ -97,10 +98,14 @@ def audit(module: Path, libmlx: Path, mlx_core: Path | None = None) -> Report:
     rpaths = [str(r.path) for r in binary.rpaths]
     if rpaths != RPATHS:
         report.faults.append(f"the run paths must be {RPATHS}, but are {rpaths}")
-    linked = [str(lib.name) for lib in binary.libraries][1:]  # the first is the module's own name
-    for name in linked:
+    for name in (str(lib.name) for lib in binary.libraries):  # a dylib's own name among them
         if not name.startswith(("@rpath/", "/usr/lib/", "/System/Library/")):
             report.faults.append(f"the module loads {name}")
+    if _LIBCXX not in {str(lib.name) for lib in binary.libraries}:
+        # the types of exceptions would not be those that libmlx throws
+        report.faults.append(f"the module must load {_LIBCXX}")
+    if not binary.has_code_signature:
+        report.faults.append("the module has no signature, without which a Mac does not load it")
     if mlx_core is not None:
         own, mlx = nanobind_keys(module), nanobind_keys(mlx_core)
         if own != mlx:

@@ -7,6 +7,7 @@ that define a model's layers.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,8 @@ def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         )
 
     scaled_dot_product_attention.vqkv_original = original  # type: ignore[attr-defined]
+    models: list[weakref.ref[nn.Module]] = []
+    scaled_dot_product_attention.vqkv_models = models  # type: ignore[attr-defined]
     return scaled_dot_product_attention
 
 
@@ -64,25 +67,29 @@ def layer_modules(model: nn.Module) -> list[ModuleType]:
     return [m for n in sorted(names) if (m := sys.modules.get(n)) and hasattr(m, _NAME)]
 
 
-def bind(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """Rebind the name; returns the modules in which it was not bound before."""
-    fresh = [m for m in modules if not hasattr(getattr(m, _NAME), "vqkv_original")]
-    for module in fresh:
-        setattr(module, _NAME, _dispatching(getattr(module, _NAME)))
+def bind_model(model: nn.Module) -> list[ModuleType]:
+    """Rebind the name for a model; returns the modules in which it was not bound for it before."""
+    fresh = []
+    for module in layer_modules(model):
+        if not hasattr(getattr(module, _NAME), "vqkv_original"):
+            setattr(module, _NAME, _dispatching(getattr(module, _NAME)))
+        models = getattr(module, _NAME).vqkv_models
+        if all(ref() is not model for ref in models):
+            models.append(weakref.ref(model))
+            fresh.append(module)
     return fresh
 
 
-def unbind(modules: Iterable[ModuleType]) -> None:
-    """Undo :func:`bind`."""
+def unbind(modules: Iterable[ModuleType], model: nn.Module) -> None:
+    """Undo :func:`bind_model` in these modules, which other models may go on using."""
     for module in modules:
         bound = getattr(module, _NAME)
         if hasattr(bound, "vqkv_original"):
-            setattr(module, _NAME, bound.vqkv_original)
-
-
-def bind_model(model: nn.Module) -> list[ModuleType]:
-    """:func:`bind` for all modules of a model."""
-    return bind(layer_modules(model))
+            bound.vqkv_models[:] = [
+                r for r in bound.vqkv_models if (held := r()) is not None and held is not model
+            ]
+            if not bound.vqkv_models:
+                setattr(module, _NAME, bound.vqkv_original)
 
 
 def enable_attention(model: nn.Module) -> list[str]:
@@ -107,5 +114,6 @@ def enable_or_refuse(model: nn.Module) -> None:
 
 
 def disable_attention(model: nn.Module) -> None:
-    """Undo :func:`enable_attention` for the modules of this model."""
-    unbind(layer_modules(model))
+    """Undo :func:`enable_attention`. Other models of the same architecture for which it was called
+    keep reading compressed caches, and while there are any, so does this one."""
+    unbind(layer_modules(model), model)

@@ -8,13 +8,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from ..codecs import Calibration, LayerCodecs, vecinfer
+from ..codecs import Calibration, LayerCodecs, query_aware, vecinfer
 from ..codecs.calibration import ModelShape
 from .layers import cache_slots, places
 from .mlx_lm import model_shape
+from .query_statistics import key_factors
 
 Progress = Callable[[int, int], None]
 """Called with what is done and the total."""
+
+LEAST_TOKENS = 256
+
+PRESETS = (*vecinfer.PRESETS, *query_aware.PRESETS)
+"""Names of what can be fitted."""
 
 
 def collect(
@@ -62,26 +68,46 @@ def calibrate(
     Args:
         model: An mlx_lm model.
         tokens: Calibration text, 2048 tokens or more; not a text to be evaluated on.
-        preset: Such as ``"vecinfer-2bit"``.
+        preset: One of :data:`PRESETS`.
         iterations: k-means rounds.
-        seed: Of k-means.
+        seed: Of k-means; both are of VecInfer only.
         reading: Called while the model reads the text, with tokens.
-        progress: Called after every layer.
+        progress: Called after every layer of VecInfer.
 
     Raises:
         ValueError: Unknown preset, too few tokens, or a model that cannot be served.
     """
-    spec = vecinfer.PRESETS.get(preset)
-    if spec is None:
+    if preset not in PRESETS:
         raise ValueError(
-            f"[calibrate] preset must be one of {', '.join(vecinfer.PRESETS)}, but got {preset!r}."
+            f"[calibrate] preset must be one of {', '.join(PRESETS)}, but got {preset!r}."
         )
-    if len(tokens) < 256:
-        raise ValueError(f"[calibrate] needs at least 256 tokens, but got {len(tokens)}.")
+    if len(tokens) < LEAST_TOKENS:
+        raise ValueError(
+            f"[calibrate] tokens must be at least {LEAST_TOKENS}, but got {len(tokens)}."
+        )
     shape = model_shape(model)
-    vecinfer.check_width(spec, shape.key_dim, shape.value_dim)
+    if preset in query_aware.PRESETS:
+        query_aware.check_width(preset, shape.key_dim)
+        factors = key_factors(model, tokens, progress=reading)
+        return with_factors(shape, factors, preset, tokens=len(tokens))
+    vecinfer.check_width(vecinfer.PRESETS[preset], shape.key_dim, shape.value_dim)
     collected = collect(model, tokens, progress=reading)
     return fit_layers(shape, collected, preset, iterations=iterations, seed=seed, progress=progress)
+
+
+def with_factors(
+    shape: ModelShape, factors: Sequence[mx.array], preset: str, *, tokens: int
+) -> Calibration:
+    """A query-aware preset from :func:`key_factors`; sizes can share them.
+
+    Args:
+        shape: Of the model.
+        factors: ``[H, D]`` for each layer.
+        preset: Such as ``"query-aware-2bit"``.
+        tokens: The number of those read.
+    """
+    pairs = [query_aware.build(preset, f, shape.key_dim, shape.value_dim) for f in factors]
+    return Calibration(preset, shape, [LayerCodecs(*pair) for pair in pairs], tokens)
 
 
 def fit_layers(

@@ -104,7 +104,7 @@ def cache_slots(model: nn.Module) -> list[CacheSlot]:
                 f"compressed, but got {summary(slots) or 'no cache at all'}."
             )
     except BaseException:
-        unbind(fresh)
+        unbind(fresh, model)
         raise
     return slots
 

@@ -14,9 +14,8 @@ from typing import Any
 import mlx.nn as nn
 
 from ..cache import CacheConfig
-from ..codecs import Calibration, presets
+from ..codecs import Calibration, presets, query_aware, vecinfer
 from ..codecs.calibration import ModelShape
-from ..codecs.vecinfer import PRESETS
 from ..config import KVCacheBuilder, KVCacheConfig
 from .attention import disable_attention, enable_attention
 from .layers import CacheSlot, cache_slots, model_type
@@ -83,7 +82,7 @@ def make_prompt_cache(
     windows = vars(config or CacheConfig())
     if isinstance(codec, str) and codec in presets.PRESETS:
         return KVCacheBuilder.for_model(model, KVCacheConfig(key=codec, value=codec, **windows))
-    if isinstance(codec, str) and codec in PRESETS:
+    if isinstance(codec, str) and codec in (*vecinfer.PRESETS, *query_aware.PRESETS):
         raise ValueError(
             f"[make_prompt_cache] {codec} must be calibrated: run `vqkv calibrate MODEL TEXT "
             f"--preset {codec} -o FILE` and pass FILE, but got the bare name."

@@ -74,7 +74,7 @@ def load_prompt_cache(
     """
     op, path = "load_prompt_cache", _checked(path, "load_prompt_cache")
     if not path.is_file():
-        raise FileNotFoundError(f"[{op}] there is no file {path}.")
+        raise FileNotFoundError(f"[{op}] {path} must be a file, but there is none.")
     register()
     for name in _class_names(path, op):
         if not hasattr(stock, name):
@@ -84,7 +84,9 @@ def load_prompt_cache(
     try:
         cache, metadata = stock.load_prompt_cache(str(path), return_metadata=True)
         mx.eval([c.state for c in cache])
-    except RuntimeError as e:
+    except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
+        if isinstance(e, ValueError) and str(e).startswith("["):
+            raise
         raise ValueError(f"[{op}] {path} must be complete, but reading it failed: {e}") from e
     cache, metadata = list(cache), dict(metadata or {})
     if like is not None:
@@ -111,7 +113,7 @@ def _class_names(path: Path, op: str) -> list[str]:
             if size > path.stat().st_size:
                 raise ValueError("its header is longer than the file")
             metadata = json.loads(f.read(size)).get("__metadata__") or {}
-    except ValueError as e:
+    except (ValueError, AttributeError) as e:
         raise ValueError(f"[{op}] {path} must be a complete safetensors file, but {e}.") from e
     if "2.0" not in metadata:
         raise ValueError(f"[{op}] {path} must be written by save_prompt_cache, but is not.")

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 
-from ..codecs import Calibration, LayerCodecs
+from ..codecs import Calibration, LayerCodecs, ProductCodec, query_aware
 from ..codecs.vecinfer import PRESETS, build
 
 __all__ = ["for_rank"]
@@ -71,8 +71,15 @@ def _heads(calibration: Calibration, rank: int, size: int) -> Calibration:
 
     layers = []
     for layer in calibration.layers:
-        smooth = own(layer.key.transform.diagonal)
-        books = (own(x.code.table) for x in (layer.key, layer.value))
-        pair = build(PRESETS[preset], smooth, *books, shape.key_dim, shape.value_dim)
-        layers.append(LayerCodecs(*pair))
+        if layer.key.name in query_aware.PRESETS:
+            smooth = own(mx.abs(layer.key.transform.diagonal))
+            key = query_aware.key_codec(layer.key.name, smooth)
+            layers.append(LayerCodecs(key, layer.value))
+        elif isinstance(layer.key, ProductCodec):
+            smooth = own(layer.key.transform.diagonal)
+            books = (own(x.code.table) for x in (layer.key, layer.value))
+            pair = build(PRESETS[preset], smooth, *books, shape.key_dim, shape.value_dim)
+            layers.append(LayerCodecs(*pair))
+        else:  # a preset, which serves any heads
+            layers.append(layer)
     return replace(calibration, shape=replace(shape, kv_heads=each), layers=layers)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..codecs.presets import DEFAULT, PRESETS
-from ..info import info
 from .common import (
+    LONGEST_TOKEN,
     InputError,
     at_least,
     check_output,
@@ -21,13 +21,18 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import mlx.nn as nn
+    from rich.progress import Progress
 
-    from ..evaluation import MakeCache, Quality
+    from ..agreement import Agreement
+    from ..evaluation import MakeCache
+    from ..needles import Haystack, Retrieval
 
 _LEAST_TOKENS = 2
+_PROMPTS = 8
+_DEPTHS = 10  # as in vqkv_ext.needles, which needs mlx_lm
 
 
 def add(commands: Any) -> None:
@@ -59,6 +64,25 @@ def add(commands: Any) -> None:
         default=argparse.SUPPRESS,
         help="what to compute in (default: what the model is stored in)",
     )
+    parser.add_argument(
+        "--needle",
+        nargs="+",
+        type=at_least(1),
+        metavar="TOKENS",
+        default=(),
+        help="hide words at ten depths of texts of so many tokens, and ask for them at the end",
+    )
+    parser.add_argument(
+        "--needles", type=at_least(1), default=50, help="of each length, a multiple of 10"
+    )
+    parser.add_argument(
+        "--greedy",
+        type=at_least(1),
+        metavar="TOKENS",
+        default=argparse.SUPPRESS,
+        help=f"continue {_PROMPTS} beginnings of the text by so many tokens, and count those that "
+        "are the same as without compression",
+    )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--plot", metavar="FILE", default=argparse.SUPPRESS, help="a picture, .png")
     parser.set_defaults(run=run)
@@ -75,6 +99,8 @@ def run(args: argparse.Namespace) -> None:
                 f"--kv must name presets ({', '.join(PRESETS)}) or files of `vqkv calibrate`, but "
                 f"got {name!r}"
             )
+    if args.needles % _DEPTHS:
+        raise InputError(f"--needles must be a multiple of {_DEPTHS}, but got {args.needles}")
     require("mlx_lm")
     require("rich")
     import mlx.core as mx
@@ -82,6 +108,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.progress import Progress
 
     from ..evaluation import compare
+    from .evaluate_output import facts, show
 
     text = read_text(args.text)
     errors = Console(stderr=True)
@@ -89,17 +116,21 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = load_model(args.model)
     if hasattr(args, "dtype"):
         model.set_dtype(getattr(mx, args.dtype))
-    tokens = first_tokens(tokenizer, text, args.text, args.tokens, _LEAST_TOKENS)
+    greedy = getattr(args, "greedy", None)
+    least = _LEAST_TOKENS if greedy is None else _PROMPTS
+    tokens = first_tokens(tokenizer, text, args.text, args.tokens, least)
+    stacks = [_haystacks(tokenizer, text, length, args.needles) for length in args.needle]
     caches = _caches(model, args.kv)
     with Progress(console=errors, transient=True) as bars:
-        task = bars.add_task(f"{len(tokens)} tokens, {len(caches) + 1} caches", total=len(tokens))
         quality = compare(
             model,
             tokens,
             caches,
             chunk=args.chunk,
-            progress=lambda done, _: bars.update(task, completed=done),
+            progress=_bar(bars, f"{len(tokens)} tokens, {len(caches) + 1} caches", len(tokens)),
         )
+        same = _agreement(model, tokens, greedy, caches, args.chunk, bars) if greedy else {}
+        found = [_retrieve(model, s, caches, args.chunk, bars) for s in stacks]
     plain = f"{_dtype(model)} (mlx-lm)"
     if plot is not None:
         from ..plotting import plot_quality
@@ -107,9 +138,53 @@ def run(args: argparse.Namespace) -> None:
         points = {name: (q.cache_bytes, q.kl) for name, q in quality.items()}
         plot_quality(points, plot, title=f"{Path(args.model).name}, {len(tokens)} tokens")
     if args.json:
-        print(json.dumps(_facts(args, len(tokens), plain, quality)))
+        print(json.dumps(facts(args, len(tokens), plain, quality, same, found)))
     else:
-        _show(args, len(tokens), plain, quality)
+        show(args, len(tokens), plain, quality, same, found)
+
+
+def _bar(bars: Progress, what: str, total: int | None = None) -> Callable[[int, int], None]:
+    task = bars.add_task(what, total=total)
+    return lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _haystacks(tokenizer: Any, text: str, length: int, needles: int) -> list[Haystack]:
+    from ..needles import haystacks
+
+    filler = tokenizer.encode(text[: LONGEST_TOKEN * length * needles])
+    try:
+        return haystacks(
+            lambda s: tokenizer.encode(s, add_special_tokens=False), filler, length, needles
+        )
+    except ValueError as e:
+        raise InputError(f"--needle {length} --needles {needles}: {e}") from e
+
+
+def _agreement(
+    model: nn.Module,
+    tokens: Sequence[int],
+    length: int,
+    caches: Mapping[str, MakeCache],
+    chunk: int,
+    bars: Progress,
+) -> dict[str, Agreement]:
+    from ..agreement import agreement
+
+    bar = _bar(bars, f"continuations of {length} tokens")
+    return agreement(model, tokens, length, caches, prompts=_PROMPTS, chunk=chunk, progress=bar)
+
+
+def _retrieve(
+    model: nn.Module,
+    stacks: Sequence[Haystack],
+    caches: Mapping[str, MakeCache],
+    chunk: int,
+    bars: Progress,
+) -> Retrieval:
+    from ..needles import retrieve
+
+    bar = _bar(bars, f"needles in {len(stacks[0].tokens)} tokens")
+    return retrieve(model, stacks, caches, chunk=chunk, progress=bar)
 
 
 def _caches(model: nn.Module, names: Sequence[str]) -> dict[str, MakeCache]:
@@ -135,55 +210,3 @@ def _dtype(model: nn.Module) -> str:
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
     kinds = {str(c.keys.dtype) for c in cache if getattr(c, "keys", None) is not None}
     return "/".join(sorted(k.removeprefix("mlx.core.") for k in kinds)) or "uncompressed"
-
-
-def _facts(
-    args: argparse.Namespace, tokens: int, plain: str, quality: Mapping[str, Quality]
-) -> dict[str, Any]:
-    first = next(iter(quality.values()))
-    return {
-        "info": info(),
-        "model": args.model,
-        "text": args.text,
-        "tokens": tokens,
-        "chunk": args.chunk,
-        "reference": {
-            "name": plain,
-            "ppl": first.to_dict()["ppl_reference"],
-            "cache_bytes": first.reference_bytes,
-        },
-        "caches": {name: q.to_dict() for name, q in quality.items()},
-    }
-
-
-def _show(
-    args: argparse.Namespace, tokens: int, plain: str, quality: Mapping[str, Quality]
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(
-        title=escape(f"{args.model}, {args.text}: {tokens} tokens in chunks of {args.chunk}"),
-        caption="KL to the uncompressed cache in nats per token; bytes: all arrays that the cache "
-        "holds after the text, spare capacity included",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("cache", no_wrap=True)
-    for column in ("bytes", "", "KL", "top-1", "perplexity", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    first = next(iter(quality.values()))
-    table.add_row(plain, f"{first.reference_bytes:,}", "", "", "", f"{first.ppl_reference:.4g}", "")
-    for name, q in quality.items():
-        table.add_row(
-            escape(name),
-            f"{q.cache_bytes:,}",
-            f"1/{q.reference_bytes / q.cache_bytes:.1f}",
-            f"{q.kl:.2g}",
-            f"{100 * q.top1:.1f} %",
-            f"{q.ppl:.4g}",
-            f"{q.delta_ppl:+.1f} %",
-        )
-    Console().print(table)

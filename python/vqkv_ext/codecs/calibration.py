@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from . import vecinfer
+from . import presets, query_aware, vecinfer
 from .base import Codec
 from .product import ProductCodec
 from .transforms import SmoothedHadamard
@@ -45,10 +46,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Codecs fitted to a model: ``vqkv calibrate`` writes one, ``make_prompt_cache`` takes one.
+    """Codecs fitted to a model, or presets chosen for its layers: ``vqkv calibrate`` writes one,
+    ``make_prompt_cache`` takes one.
 
     Attributes:
-        preset: Name of the method and its size.
+        preset: Name of the method and its size, or of a mixture of presets and its budget.
         shape: Of the model.
         layers: The codecs, one pair per layer.
         tokens: Calibration tokens they were fitted to.
@@ -79,11 +81,19 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Write the file; its name should end in ``.safetensors``."""
         arrays: dict[str, mx.array] = {}
-        for i, layer in enumerate(self.layers):
+        names = [(layer.key.name, layer.value.name) for layer in self.layers]
+        for i, (layer, pair) in enumerate(zip(self.layers, names, strict=True)):
+            if set(pair) <= set(presets.PRESETS):
+                continue
             key, value = layer.key, layer.value
-            if not isinstance(key.transform, SmoothedHadamard) or not isinstance(key, ProductCodec):
+            if key.name in query_aware.PRESETS:
+                arrays[f"layers.{i}.key.smooth"] = mx.abs(key.transform.diagonal)
+                continue
+            fitted = all(isinstance(c, ProductCodec) for c in (key, value))
+            if not fitted or not isinstance(key.transform, SmoothedHadamard):
                 raise ValueError(
-                    f"[Calibration] only VecInfer codecs can be saved, but got {key.name}."
+                    "[Calibration] the codecs of a layer must both be presets or both VecInfer's "
+                    f"to be saved, but got {key.name} and {value.name}."
                 )
             arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
@@ -95,6 +105,8 @@ class Calibration:
             "shape": json.dumps(vars(self.shape)),
             "tokens": str(self.tokens),
         }
+        if set(names) != {_names(self.preset)}:
+            metadata["codecs"] = json.dumps(names)
         path = Path(path)
         part = path.with_name(f".{path.stem}.part.safetensors")  # never a half-written file
         mx.save_safetensors(str(part), arrays, metadata)
@@ -110,7 +122,7 @@ class Calibration:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"[Calibration] there is no file {path}.")
+            raise FileNotFoundError(f"[Calibration] {path} must be a file, but there is none.")
         try:
             arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
             mx.eval(arrays)
@@ -125,46 +137,64 @@ class Calibration:
                 f"{metadata.get('format')!r} version {metadata.get('version')!r}."
             )
         preset = metadata.get("preset", "")
-        spec = vecinfer.PRESETS.get(preset)
-        if spec is None:
-            raise ValueError(
-                f"[Calibration] {path} must be of a known preset ({', '.join(vecinfer.PRESETS)}), "
-                f"but got {preset!r}."
-            )
         try:
             shape = ModelShape(**json.loads(metadata["shape"]))
+            names = [_names(preset)] * shape.layers
+            if "codecs" in metadata:
+                names = [(key, value) for key, value in json.loads(metadata["codecs"])]
+            known = {*presets.PRESETS, *vecinfer.PRESETS, *query_aware.PRESETS}
+            if unknown := sorted({str(n) for pair in names for n in pair} - known):
+                raise ValueError(
+                    f"its codecs must be of known presets ({', '.join(sorted(known))}), but got "
+                    f"{', '.join(map(repr, unknown))}"
+                )
+            make = functools.cache(presets.codec)
             layers = [
-                _layer(spec, shape, *(arrays[f"layers.{i}.{name}"] for name in _LAYER))
-                for i in range(shape.layers)
+                LayerCodecs(make(key, shape.key_dim, "key"), make(value, shape.value_dim, "value"))
+                if {key, value} <= set(presets.PRESETS)
+                else _layer(key, shape, arrays, i)
+                for i, (key, value) in zip(range(shape.layers), names, strict=True)
             ]
             tokens = int(metadata["tokens"])
         except (KeyError, TypeError, ValueError) as e:
-            raise ValueError(f"[Calibration] {path} is damaged: {e}.") from e
+            raise ValueError(
+                f"[Calibration] {path} must hold a whole calibration, but reading it failed: {e}."
+            ) from e
         return cls(preset, shape, layers, tokens)
 
 
 _LAYER = ("key.smooth", "key.codebook", "value.codebook")
 
 
-def _layer(
-    spec: vecinfer.VecInferSpec,
-    shape: ModelShape,
-    smooth: mx.array,
-    key_codebook: mx.array,
-    value_codebook: mx.array,
-) -> LayerCodecs:
-    rows = 1 << spec.codebook_bits
-    heads = shape.kv_heads if spec.per_head else 1
-    for name, x, want in (
-        (_LAYER[0], smooth, (shape.kv_heads, shape.key_dim)),
-        (_LAYER[1], key_codebook, (heads, 1, rows, spec.key_dims)),
-        (_LAYER[2], value_codebook, (heads, 1, rows, spec.value_dims)),
-    ):
-        if x.shape != want or not mx.isfinite(x).all():
-            raise ValueError(f"{name} must be finite of shape {want}, but got shape {x.shape}")
+def _names(preset: str) -> tuple[str, str]:
+    """Of the codecs of a layer for keys and values, where all layers have those of a preset."""
+    bits = query_aware.PRESETS.get(preset)
+    return preset, preset if bits is None else f"trellis-{bits}bit"
+
+
+def _layer(name: str, shape: ModelShape, arrays: dict[str, mx.array], at: int) -> LayerCodecs:
+    """The codecs of a layer that were fitted, ``name`` being the keys'."""
+    smooth = _checked(arrays, at, _LAYER[0], (shape.kv_heads, shape.key_dim))
     if not (smooth > 0).all():
         raise ValueError(f"{_LAYER[0]} must be positive, but its least value is {smooth.min()}")
-    pair = vecinfer.build(
-        spec, smooth, key_codebook, value_codebook, shape.key_dim, shape.value_dim
+    if name in query_aware.PRESETS:
+        pair = query_aware.build(name, smooth, shape.key_dim, shape.value_dim)
+        return LayerCodecs(*pair)
+    spec = vecinfer.PRESETS[name]
+    heads, rows = shape.kv_heads if spec.per_head else 1, 1 << spec.codebook_bits
+    books = [
+        _checked(arrays, at, book, (heads, 1, rows, dims))
+        for book, dims in zip(_LAYER[1:], (spec.key_dims, spec.value_dims), strict=True)
+    ]
+    return LayerCodecs(
+        *vecinfer.build(spec, smooth, books[0], books[1], shape.key_dim, shape.value_dim)
     )
-    return LayerCodecs(*pair)
+
+
+def _checked(
+    arrays: dict[str, mx.array], layer: int, name: str, shape: tuple[int, ...]
+) -> mx.array:
+    x = arrays[f"layers.{layer}.{name}"]
+    if x.shape != shape or not mx.isfinite(x).all():
+        raise ValueError(f"{name} must be finite of shape {shape}, but got shape {x.shape}")
+    return x

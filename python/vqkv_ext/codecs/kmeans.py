@@ -22,7 +22,7 @@ def kmeans(x: mx.array, k: int = 256, *, iterations: int = 30, seed: int = 0) ->
     """
     heads, n, dims = x.shape
     if n < 1 or k < 1:
-        raise ValueError(f"[kmeans] needs samples and centroids, but got N={n} and k={k}.")
+        raise ValueError(f"[kmeans] N and k must be at least 1, but got N={n} and k={k}.")
     x = x.astype(mx.float32)
     key = mx.random.key(seed)
     start = mx.random.randint(0, n, (heads, k), key=key)

@@ -23,7 +23,7 @@ def _levels(bits: int, width: int) -> mx.array:
 
 
 def _turboquant(name: str, width: int, bits: int, side: str) -> Codec:
-    return ScalarCodec(name, width, bits, _levels(bits, width), seed=_SEEDS[side])
+    return ScalarCodec(name, width, bits, _levels(bits, width), seed=SEEDS[side])
 
 
 def _centred(name: str, width: int, bits: int, side: str) -> Codec:
@@ -36,37 +36,35 @@ def _centred(name: str, width: int, bits: int, side: str) -> Codec:
         levels,
         scale="matched",
         centred=side == "key",
-        seed=_SEEDS[side],
+        seed=SEEDS[side],
     )
 
 
 def _residual(name: str, width: int, bits: int, side: str) -> Codec:
     first, second = residual(bits // 2, bits // 2)
     levels = mx.array(np.sort(np.add.outer(first, second).ravel()).astype(np.float32))
-    return ScalarCodec(name, width, bits, levels, seed=_SEEDS[side])
+    return ScalarCodec(name, width, bits, levels, seed=SEEDS[side])
 
 
 def _product(name: str, width: int, bits: int, side: str) -> Codec:
     if side == "value":
         return _turboquant(name, width, bits, side)
     levels = _levels(bits - 1, width)
-    first = ScalarCodec(name, width, bits - 1, levels, scale="norm", seed=_SEEDS[side])
-    return PairCodec(name, first, seed=_SEEDS["residual"])
+    first = ScalarCodec(name, width, bits - 1, levels, scale="norm", seed=SEEDS[side])
+    return PairCodec(name, first, seed=SEEDS["residual"])
 
 
 def _qjl(name: str, width: int, bits: int, side: str) -> Codec:
     if side == "value":
         return _turboquant(name, width, bits, side)
-    return QJLCodec(name, width, bits * width, seed=_SEEDS[side])
+    return QJLCodec(name, width, bits * width, seed=SEEDS[side])
 
 
 def _trellis(name: str, width: int, bits: int, side: str) -> Codec:
-    return TrellisCodec(
-        name, width, bits, scale="matched", centred=side == "key", seed=_SEEDS[side]
-    )
+    return TrellisCodec(name, width, bits, scale="matched", centred=side == "key", seed=SEEDS[side])
 
 
-_SEEDS = {"key": 1, "value": 2, "residual": 3}
+SEEDS = {"key": 1, "value": 2, "residual": 3}
 
 _FAMILIES: dict[str, tuple[Callable[[str, int, int, str], Codec], tuple[int, ...]]] = {
     "turboquant": (_turboquant, (1, 2, 3, 4)),
@@ -97,6 +95,7 @@ def codec(name: str, width: int, side: str) -> Codec:
             TurboQuant-Prod) take TurboQuant of the same size for values.
 
     Raises:
+        TypeError: A width that is no integer.
         ValueError: An unknown name, or a head dimension the method cannot take.
     """
     if side not in ("key", "value"):
@@ -105,6 +104,8 @@ def codec(name: str, width: int, side: str) -> Codec:
         raise ValueError(
             f"[codec] the preset must be one of {', '.join(PRESETS)}, but got {name!r}."
         )
+    if not isinstance(width, int):
+        raise TypeError(f"[{name}] head_dim must be an integer, but got {width!r}.")
     if not 8 <= width <= MAX_CHANNELS:
         raise ValueError(f"[{name}] head_dim must be 8 to {MAX_CHANNELS}, but got {width}.")
     if name == "none":

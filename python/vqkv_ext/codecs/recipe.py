@@ -7,24 +7,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import presets
+from . import presets, query_aware
 from .base import Codec
 from .product import ProductCodec
 from .transforms import SmoothedHadamard
 
 Recipe = tuple[str, str, int, mx.array | None, mx.array | None]
-"""Fingerprint, name, width; and of a product code its codebook and the diagonal of its basis."""
+"""Fingerprint, name, width; of a product code its codebook; of a fitted basis the diagonal."""
 
 _built: weakref.WeakValueDictionary[str, Codec] = weakref.WeakValueDictionary()
 
 
 def describe(codec: Codec) -> Recipe:
-    """What :func:`build` needs. Codecs of presets are named; product codes are stored whole."""
+    """What :func:`build` needs. Codecs of presets are named; what is fitted is stored whole."""
     table = diagonal = None
     known = codec.transform is None or type(codec.transform) is SmoothedHadamard
     if type(codec) is ProductCodec and known:
         table = codec.code.table
         diagonal = None if codec.transform is None else codec.transform.diagonal
+    elif codec.name in query_aware.PRESETS:
+        diagonal = codec.transform.diagonal  # type: ignore[union-attr]
     return codec.fingerprint, codec.name, codec.width, table, diagonal
 
 
@@ -42,6 +44,8 @@ def build(recipe: Any) -> Codec:
     if table is not None and table.size:
         basis = SmoothedHadamard(diagonal) if diagonal is not None and diagonal.size else None
         offered = [ProductCodec(name, int(width), table, basis)]
+    elif name in query_aware.PRESETS and diagonal is not None and diagonal.size:
+        offered = [query_aware.key_codec(name, mx.abs(diagonal))]
     elif name in presets.PRESETS:
         offered = [presets.codec(name, int(width), side) for side in ("key", "value")]
     else:

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from .base import Codec, CodedArrays
 from .rotations import Rotation
+from .transforms import SmoothedHadamard
 
 
 class RotatedCodec(Codec):
@@ -16,7 +17,7 @@ class RotatedCodec(Codec):
         rotation: Basis of the codes.
     """
 
-    rotation: Rotation
+    rotation: Rotation | SmoothedHadamard
 
     def _rotated(
         self, x: mx.array, block: int, frozen: CodedArrays | None

@@ -20,6 +20,7 @@ from .base import CodedArrays
 from .rotated import RotatedCodec
 from .rotations import rotation
 from .scalar import Scale
+from .transforms import SmoothedHadamard
 
 BITS = (1, 2, 3, 4)
 
@@ -52,6 +53,8 @@ class TrellisCodec(RotatedCodec):
         centred: Code the difference to the mean of the token's block, kept as 8 bits per channel
             and block.
         seed: Of the rotation.
+        basis: In place of the rotation, fitted to keys.
+        heads: KV heads that ``basis`` is for, or None when it serves any number.
     """
 
     def __init__(
@@ -63,17 +66,19 @@ class TrellisCodec(RotatedCodec):
         scale: Scale = "matched",
         centred: bool = False,
         seed: int = 0,
+        basis: SmoothedHadamard | None = None,
+        heads: int | None = None,
     ):
         if bits not in BITS:
             raise ValueError(f"[{name}] bits must be one of {BITS}, but got {bits!r}.")
         self.name = name
         self.width = width
-        self.heads = None
+        self.heads = heads
         self.bits = bits
         self.scale = scale
         self.centred = centred
         self.table = trained_table(bits)
-        self.transform = self.rotation = rotation(width, seed)
+        self.transform = self.rotation = rotation(width, seed) if basis is None else basis
         self.code = TableCode(self.table[None, None, :, None], stride=bits)
 
     def encode(

@@ -66,10 +66,17 @@ def attention(
         ``[B, Hq, L, Dv]`` in the dtype of ``q``. A query that sees nothing gives zeros.
 
     Raises:
+        TypeError: Keys or values that are no :class:`PackedKV`.
         ValueError: Shapes or dtypes that do not fit together.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f"[attention] mask must be None, 'causal' or an array, but got {mask!r}.")
+    for name, side in (("keys", keys), ("values", values)):
+        if not isinstance(side, PackedKV):
+            raise TypeError(
+                f"[attention] {name} must be PackedKV, but got {type(side).__name__}; that of a "
+                "cache's handle is its `packed`."
+            )
     if keys.layout is not values.layout:
         raise ValueError("[attention] keys and values must share one Layout, but got two.")
     computed = _native(q, keys, values, scale, mask, sinks)

@@ -130,6 +130,11 @@ def attention(
     """
     batch, heads, queries, _ = q.shape
     kv_heads, body, tail = keys.shape[1], keys.shape[2], k_tail.shape[2]
+    shape = (batch, heads, queries, v_tail.shape[-1])
+    if q.size == 0 or body + tail == 0:  # mx reduces nothing over no tokens
+        if separate:
+            return [mx.zeros(shape), mx.zeros(shape)]
+        return [mx.zeros(shape, q.dtype)]
     in_body, in_tail, body_at, tail_at = visible_tokens(
         layout, queries, body, tail, sink_tokens, window, block, causal, mask is not None
     )
@@ -166,7 +171,6 @@ def attention(
 
     o_body = w[..., :body] @ over_heads(clean(values, in_body))
     o_tail = w[..., body:] @ over_heads(clean(v_tail, in_tail))
-    shape = (batch, heads, queries, v_tail.shape[-1])
     if separate:
         return [o_body.reshape(shape), o_tail.reshape(shape)]
     return [(o_body + o_tail).reshape(shape).astype(q.dtype)]

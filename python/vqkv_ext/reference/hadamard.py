@@ -32,6 +32,8 @@ def hadamard(
     """``(signs * x) H`` or its transpose; see :func:`vqkv_ext.ops.hadamard`."""
     width = x.shape[-1]
     _check("hadamard", width)
+    if x.size == 0:  # which mx.hadamard_transform refuses
+        return mx.zeros(x.shape, dtype or mx.float32)
     signs, x, scale = _over_rows(signs), x.astype(mx.float32), 1 / math.sqrt(width)
     if width & (width - 1) == 0:
         turn = lambda v: mx.hadamard_transform(v, scale=scale)  # noqa: E731
@@ -61,13 +63,35 @@ def over_heads(
 
 def _block_centres(y: mx.array, block: int) -> tuple[mx.array, mx.array]:
     """Mean of every block of rows as int8 steps ``[..., S / block, D]`` of a bfloat16 unit."""
-    *lead, _, width = y.shape
-    mean = y.reshape(*lead, -1, block, width).mean(axis=-2)
+    *lead, rows, width = y.shape
+    mean = y.reshape(*lead, rows // block, block, width).mean(axis=-2)
     mean = mx.where(mx.isfinite(mean), mean, 0.0)
     unit = (mx.abs(mean).max(axis=-1) / 127).astype(mx.bfloat16)
     wide = unit.astype(mx.float32)[..., None]
     steps = mx.where(wide > 0, mx.round(mean / mx.where(wide > 0, wide, 1.0)), 0.0)
     return mx.clip(steps, -127, 127).astype(mx.int8), unit
+
+
+def row_scale(
+    kind: str, root: float, norm: mx.array, norm2: mx.array, dot: mx.array, square: mx.array
+) -> mx.array:
+    """Scales of coded rows, 0 for rows of zeros.
+
+    Args:
+        kind: As :func:`vqkv_ext.ops.hadamard_quantize` has it.
+        root: Square root of the width.
+        norm, norm2: Of the row, and its square.
+        dot: Product of the row and its levels.
+        square: Sum of the squares of its levels.
+    """
+    over, under = {
+        "mse": (dot, square),
+        "norm": (norm, mx.full(norm.shape, root)),
+        "unbiased": (norm2, dot),
+        "matched": (norm, mx.sqrt(square)),
+    }[kind]
+    useful = (norm2 > 0) & (under > 0)
+    return mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
 
 
 def hadamard_quantize(
@@ -102,13 +126,6 @@ def hadamard_quantize(
     index = (u[..., None] > bounds).sum(-1)  # a NaN is above nothing
     c = mx.take(levels, index)
     dot, square = (y * c).sum(-1), c.square().sum(-1)
-    over, under = {
-        "mse": (dot, square),
-        "norm": (norm, mx.full(norm.shape, root)),
-        "unbiased": (norm2, dot),
-        "matched": (norm, mx.sqrt(square)),
-    }[scale]
-    useful = (norm2 > 0) & (under > 0)
-    row = mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
+    row = row_scale(scale, root, norm, norm2, dot, square)
     row = mx.where(finite, row, mx.nan).astype(mx.bfloat16)
     return pack_bits(index.astype(mx.uint8), bits), row, *found

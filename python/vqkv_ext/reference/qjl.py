@@ -22,6 +22,8 @@ def qjl_encode(x: mx.array, sketch: mx.array) -> tuple[mx.array, mx.array]:
 def qjl_inner_product(q: mx.array, sketch: mx.array, signs: mx.array, norms: mx.array) -> mx.array:
     """Estimated inner products; see :func:`vqkv_ext.ops.qjl_inner_product`."""
     m = sketch.shape[0]
+    if q.size == 0 or signs.size == 0:
+        return mx.zeros((*q.shape[:-1], signs.shape[-2]))
     bits = (signs[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     keys = 2.0 * bits.reshape(*signs.shape[:-1], m).astype(mx.float32) - 1.0
     unit = math.sqrt(math.pi / 2) / m

@@ -6,6 +6,8 @@ import math
 
 import mlx.core as mx
 
+from .hadamard import row_scale
+
 STATES = 256
 
 
@@ -59,6 +61,9 @@ def trellis_encode(
 ) -> tuple[mx.array, mx.array]:
     """Codes and scales; see :func:`vqkv_ext.ops.trellis_encode`."""
     lead, width = x.shape[:-1], x.shape[-1]
+    if x.size == 0:  # mx.argmin refuses that
+        codes = mx.zeros((*lead, ((width - 1) * bits + 15) // 8), mx.uint8)
+        return codes, mx.zeros(lead, mx.bfloat16)
     y, table = x.astype(mx.float32).reshape(-1, width), table.astype(mx.float32)
     norm2 = _sum(y * y)
     finite, root = mx.isfinite(norm2), math.sqrt(width)
@@ -67,14 +72,7 @@ def trellis_encode(
     states = _path(y * mx.where(finite, factor, mx.nan)[:, None], table, bits)
     levels = mx.take(table, states)
     dot, square = _sum(y * levels), _sum(levels * levels)
-    over, under = {
-        "mse": (dot, square),
-        "norm": (norm, mx.full(norm.shape, root)),
-        "unbiased": (norm2, dot),
-        "matched": (norm, mx.sqrt(square)),
-    }[scale]
-    useful = (norm2 > 0) & (under > 0)
-    row = mx.where(useful, over / mx.where(useful, under, 1.0), 0.0)
+    row = row_scale(scale, root, norm, norm2, dot, square)
     row = mx.where(finite, row, mx.nan).astype(mx.bfloat16)
     codes = _stream(states, bits)
     return codes.reshape(*lead, codes.shape[-1]), row.reshape(lead)

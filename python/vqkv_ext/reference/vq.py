@@ -25,13 +25,16 @@ def quantize_vq(x: mx.array, codebook: mx.array) -> mx.array:
     book = _book(codebook, 0).astype(mx.float32)
     dims, rows = book.shape[-1], book.shape[-2]
     groups = x.shape[-1] // dims
+    dtype = mx.uint8 if rows <= 256 else mx.uint16
+    if x.size == 0:  # mx.argmin refuses that
+        return mx.zeros((*x.shape[:-1], groups), dtype)
     v = _split(x.astype(mx.float32), groups)  # [..., H, S, G, d]
     diff = v[..., None, :] - mx.expand_dims(book, 1)  # [H, 1, G, K, d]
     distance = diff.square().sum(-1)
     # NaN never wins: it must not look like the smallest distance
     distance = mx.where(mx.isnan(distance), mx.inf, distance)
     codes = mx.argmin(distance, axis=-1).reshape(*x.shape[:-1], groups)
-    return codes.astype(mx.uint8 if rows <= 256 else mx.uint16)
+    return codes.astype(dtype)
 
 
 def dequantize_vq(codes: mx.array, codebook: mx.array, dtype: mx.Dtype | None = None) -> mx.array:

@@ -1,0 +1,20 @@
+// Inputs as the kernels read them.
+#pragma once
+
+#include "common.h"
+#include "mlx/ops.h"
+
+namespace vqkv {
+
+/** Row-major; without a node in the graph where the layout is known already. */
+inline mx::array contiguous(const mx::array& a, mx::Stream s) {
+  const bool known = a.status() != mx::array::Status::unscheduled;
+  return known && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
+}
+
+/** The same in another dtype. */
+inline mx::array contiguous(const mx::array& a, mx::Dtype dtype, mx::Stream s) {
+  return contiguous(mx::astype(a, dtype, s), s);
+}
+
+}  // namespace vqkv
