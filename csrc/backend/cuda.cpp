@@ -70,7 +70,22 @@ class Kernels {
     return it->second;
   }
 
+  /** The shared memory that a block of the current device may have. */
+  uint32_t most_shared_bytes() {
+    if (!most_shared_bytes_) {
+      CUdevice device;
+      int most = 0;
+      check(cuCtxGetDevice(&device), "the current CUDA device");
+      check(cuDeviceGetAttribute(&most, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                 device),
+            "the shared memory of the CUDA device");
+      most_shared_bytes_ = static_cast<uint32_t>(most);
+    }
+    return most_shared_bytes_;
+  }
+
  private:
+  uint32_t most_shared_bytes_ = 0;
   std::vector<CUmodule> modules_;
   std::unordered_map<std::string, CUfunction> functions_;  // by their name with the prefix
   std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
@@ -161,9 +176,12 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
             " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
     CUfunction function;
+    uint32_t shared_bytes;
     {
       std::lock_guard lock(kernels_mutex);
-      function = kernels(enc.device()).get(l.kernel, l.cuda_shared_bytes);
+      auto& all = kernels(enc.device());
+      shared_bytes = std::min(l.cuda_shared_bytes, all.most_shared_bytes());
+      function = all.get(l.kernel, shared_bytes);
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
     // in for what there is not is named many times.
@@ -181,7 +199,7 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
     auto bytes = arguments(l);
     void* argument = bytes.data();  // copied into the node
     enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(l.threads),
-                            dim3(), l.cuda_shared_bytes, &argument);
+                            dim3(), shared_bytes, &argument);
   }
   for (const auto& a : temporaries) {
     enc.add_temporary(a);
