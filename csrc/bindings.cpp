@@ -40,6 +40,7 @@ NB_MODULE(_ext, m) {
 
   m.attr("mlx_version") = VQKV_MLX_VERSION;
   m.def("gpu_executor", &vqkv::backend::gpu_executor, nb::sig("def gpu_executor() -> str"));
+  m.def("has_kernels", &vqkv::backend::has_kernels, nb::sig("def has_kernels() -> bool"));
   m.def("kernel_library", &vqkv::backend::kernel_library, nb::sig("def kernel_library() -> str"));
   m.def("has_simulator", &vqkv::backend::has_simulator, nb::sig("def has_simulator() -> bool"));
   m.def("simulated", &vqkv::backend::simulated, nb::sig("def simulated() -> bool"));
@@ -49,6 +50,7 @@ NB_MODULE(_ext, m) {
         nb::sig("def simulator_executed() -> list[str]"));
   m.def("cpu_isa", &vqkv::cpu_isa, nb::sig("def cpu_isa() -> str"));
 
+  vqkv::bind_append(m);
   vqkv::bind_vq(m);
   vqkv::bind_attention(m);
   vqkv::bind_hadamard(m);

@@ -5,6 +5,7 @@
 
 namespace vqkv {
 
+void bind_append(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_hadamard(nanobind::module_& m);
 void bind_qjl(nanobind::module_& m);

@@ -1,8 +1,10 @@
 // Inputs as the kernels read them.
 #pragma once
 
+#include "backend/backend.h"
 #include "common.h"
 #include "mlx/ops.h"
+#include "mlx/primitives.h"
 
 namespace vqkv {
 
@@ -16,5 +18,11 @@ inline mx::array contiguous(const mx::array& a, mx::Stream s) {
 inline mx::array contiguous(const mx::array& a, mx::Dtype dtype, mx::Stream s) {
   return contiguous(mx::astype(a, dtype, s), s);
 }
+
+/**
+ * The array itself where it is row-major, else a copy, which joins the temporaries. For use in the
+ * eval of a primitive: spares the graph a node.
+ */
+mx::array row_major(const mx::array& a, mx::Stream s, std::vector<mx::array>& temporaries);
 
 }  // namespace vqkv

@@ -16,12 +16,7 @@
 
 namespace vqkv {
 
-/** Memory for the outputs of a primitive. */
-inline void allocate(std::vector<mx::array>& out, const mx::Stream& s) {
-  for (auto& a : out) {
-    backend::allocate(a, s);
-  }
-}
+using backend::allocate;
 
 /** What vjp gives where a result is piecewise constant: every derivative is zero. */
 inline std::vector<mx::array> zero_gradients(const std::vector<mx::array>& primals,

@@ -54,6 +54,11 @@ METAL_FUNC int code_boundary(constant AttentionParams& p, int seen, int coded, i
   return p.sink_tokens + metal::min(coded, metal::max(tail_start - p.sink_tokens, limit));
 }
 
+// Number i of the layout of row b: tokens, coded tokens, position of the first recent tail token.
+METAL_FUNC int layout_count(constant AttentionParams& p, device const int* layout, int b, int i) {
+  return p.uniform ? p.counts[i] : layout[b * 3 + i];
+}
+
 // What a query row sees of the tokens of a slice, body tokens or tail slots: [0, sinks) and
 // [first, last).
 struct RowView {
@@ -62,8 +67,9 @@ struct RowView {
 
 METAL_FUNC RowView row_view(constant AttentionParams& p, device const int* layout, int b, int token,
                             bool body) {
-  const int length = layout[b * 3], coded = metal::clamp(layout[b * 3 + 1], 0, p.body);
-  const int tail_start = metal::max(layout[b * 3 + 2], p.sink_tokens);
+  const int length = layout_count(p, layout, b, 0);
+  const int coded = metal::clamp(layout_count(p, layout, b, 1), 0, p.body);
+  const int tail_start = metal::max(layout_count(p, layout, b, 2), p.sink_tokens);
   // under an array mask a query may see any token, but reads as codes what it reads by itself
   const int own = p.causal || p.mask ? length - p.queries + token + 1 : length;
   const int seen = p.causal ? own : length;
@@ -171,7 +177,7 @@ kernel void attention_tile(
                                       v_centre_scales, bh, h, p.body, blocks, p.value_dim);
   device const T* kt = k_tail + bh * p.tail * p.key_dim;
   device const T* vt = v_tail + bh * p.tail * p.value_dim;
-  const int tail_start = metal::max(layout[b * 3 + 2], p.sink_tokens);
+  const int tail_start = metal::max(layout_count(p, layout, b, 2), p.sink_tokens);
 
   float acc[R * COLS];
   for (int i = 0; i < R * COLS; i++)

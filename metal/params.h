@@ -68,6 +68,8 @@ struct AttentionParams {
   int sinks;         // 1: a logit per query head takes part in the softmax, without a value
   int splits;        // parts of the body, each a slice of the grid
   int tail_splits;   // parts of the tail, further slices
+  int uniform;       // 1: the layout of every row is `counts`
+  int counts[3];     // tokens, coded tokens, position of the first recent tail token
   int separate;      // 1: what codes and tail gave go to outputs of their own
   float scale;       // softmax scale times log2(e)
 };

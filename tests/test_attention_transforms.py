@@ -209,6 +209,12 @@ def test_vmap_over_masks_of_any_shape(rng, shape, boolean):
     qs = normal(rng, 2, HEADS, 4, QUERIES, 64)
     got = mx.vmap(lambda m, x: call(mask=m, q=x), in_axes=(0, 2))(masks, qs)
     assert mx.allclose(got, loop([qs[:, :, i] for i in range(4)]), atol=1e-6)
+    # mapped tables have no rule but the reference's
+    table = call.arrays["key_table"]
+    tables = mx.stack([table, -table, 2 * table, table])
+    got = mx.vmap(lambda m, t: call(mask=m, key_table=t))(masks, tables)
+    want = [call(mask=m, key_table=t) for m, t in zip(masks, tables, strict=True)]
+    assert mx.allclose(got, mx.stack(want), atol=2e-5)
 
 
 def test_gradient_inside_vmap(rng):

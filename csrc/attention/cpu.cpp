@@ -100,7 +100,7 @@ class Job {
       batch = i / j.tiles / j.p.kv_heads;
       const int64_t total = int64_t(j.group) * j.p.queries;
       rows = static_cast<int>(std::min<int64_t>(j.tile_rows, total - first));
-      auto* layout = reinterpret_cast<const int32_t*>(j.c.in[kLayout]) + 3 * batch;
+      auto* layout = j.layout(batch);
       for (int r = 0; r < rows; ++r) {
         sees[r] = visible(j.p, layout, static_cast<int>((first + r) / j.group));
         body_end = std::max(body_end, sees[r].body);
@@ -128,13 +128,16 @@ class Job {
     });
   }
 
+  const int32_t* layout(int64_t batch) const {
+    return p.uniform ? p.counts : reinterpret_cast<const int32_t*>(c.in[kLayout]) + 3 * batch;
+  }
+
   int choose_splits(int64_t tasks) const {
     const int threads = num_threads();
     const int64_t wanted = threads > 1 ? 2 * threads : 1;
     int longest = 0;
-    auto* layout = reinterpret_cast<const int32_t*>(c.in[kLayout]);
     for (int b = 0; b < p.batch; ++b) {
-      longest = std::max(longest, visible(p, layout + 3 * b, p.queries - 1).body);
+      longest = std::max(longest, visible(p, layout(b), p.queries - 1).body);
     }
     const int64_t useful = (longest + kSplitTokens - 1) / kSplitTokens;
     return static_cast<int>(
@@ -234,7 +237,7 @@ class Job {
       sinks = std::max(sinks, end[r]);
     }
     run(0, sinks);
-    const int64_t start = reinterpret_cast<const int32_t*>(c.in[kLayout])[3 * t.batch + 2];
+    const int64_t start = layout(t.batch)[2];
     mask_rows(t, std::max<int64_t>(start - p.sink_tokens, 0), mask);
     for (int r = 0; r < t.rows; ++r) {
       begin[r] = t.sees[r].begin;

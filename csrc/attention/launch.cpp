@@ -72,7 +72,8 @@ bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
          p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
          (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
          aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
-         aligned(in[kKeyCentres]) && (!p.key.scaled || aligned(in[kKeyScales])) &&
+         (!p.key.centred || aligned(in[kKeyCentres])) &&
+         (!p.key.scaled || aligned(in[kKeyScales])) &&
          (!p.value.scaled || aligned(in[kValueScales]));
 }
 

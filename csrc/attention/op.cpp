@@ -114,10 +114,9 @@ mx::array four_axes(const mx::array& m, mx::Stream s) {
 }  // namespace
 
 std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::array>& q_code_,
-                                 const mx::array& layout, const mx::array& k_tail,
-                                 const mx::array& v_tail, const Coded& keys, const Coded& values,
-                                 const Span& span, const AttentionOptions& options,
-                                 mx::StreamOrDevice s_) {
+                                 const Rows& rows, const mx::array& k_tail, const mx::array& v_tail,
+                                 const Coded& keys, const Coded& values, const Span& span,
+                                 const AttentionOptions& options, mx::StreamOrDevice s_) {
   require(is_float(q.dtype()) && q.ndim() == 4, kOp,
           "q must be floating of shape [B, Hq, L, D], but got ", q.dtype(), " ", q.shape(), ".");
   const auto& q_code = q_code_ ? *q_code_ : q;
@@ -140,10 +139,13 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
           k_tail.shape(1), ".");
   require(q.shape(3) >= 1 && q.shape(3) <= 576 && v_tail.shape(3) >= 1 && v_tail.shape(3) <= 576,
           kOp, "widths must be 1 to 576, but got ", q.shape(3), " and ", v_tail.shape(3), ".");
-  const mx::Shape rows{q.shape(0), 3};
-  require(layout.dtype() == mx::int32 && layout.shape() == rows, kOp,
-          "layout must be int32 of shape ", rows, ", but got ", layout.dtype(), " ", layout.shape(),
-          ".");
+  const auto* layout = std::get_if<mx::array>(&rows);
+  if (layout) {
+    const mx::Shape shape{q.shape(0), 3};
+    require(layout->dtype() == mx::int32 && layout->shape() == shape, kOp,
+            "layout must be int32 of shape ", shape, ", but got ", layout->dtype(), " ",
+            layout->shape(), ".");
+  }
   require(span.sink_tokens >= 0 && span.window >= 0 && span.block >= 1, kOp,
           "sink_tokens and window must be >= 0 and block >= 1, but got ", span.sink_tokens, ", ",
           span.window, " and ", span.block, ".");
@@ -204,23 +206,24 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
                      o.mask.has_value(),
                      o.sinks.has_value(),
                      o.key_diagonal.has_value(),
-                     o.value_diagonal.has_value()};
-  const auto query = contiguous(q, s), rows_in_order = contiguous(layout, s);
-  std::vector<mx::array> in{query,
-                            q_code_ || !o.key_diagonal ? contiguous(q_code, mx::float32, s) : query,
-                            rows_in_order, contiguous(k_tail, s), contiguous(v_tail, s)};
+                     o.value_diagonal.has_value(),
+                     !layout,
+                     layout ? std::array<int, 3>{} : std::get<1>(rows)};
+  // q stands for what there is not
+  std::vector<mx::array> in{q, q_code_ || !o.key_diagonal ? contiguous(q_code, mx::float32, s) : q,
+                            layout ? contiguous(*layout, s) : q, k_tail, v_tail};
   in.reserve(kAttentionInputs);
-  push_coded(in, keys, rows_in_order, s);
+  push_coded(in, keys, q, s);
   if (keys.pair) {
-    push_coded(in, *keys.pair, rows_in_order, s);
+    push_coded(in, *keys.pair, q, s);
     in.erase(in.end() - 2, in.end());  // it has no centres
   } else {
-    in.insert(in.end(), 3, rows_in_order);
+    in.insert(in.end(), 3, q);
   }
-  push_coded(in, values, rows_in_order, s);
-  in.push_back(o.mask ? four_axes(*o.mask, s) : rows_in_order);
+  push_coded(in, values, q, s);
+  in.push_back(o.mask ? four_axes(*o.mask, s) : q);
   for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
-    in.push_back(*a ? contiguous(**a, mx::float32, s) : rows_in_order);
+    in.push_back(*a ? contiguous(**a, mx::float32, s) : q);
   }
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(s, spec);
@@ -228,6 +231,16 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
     return mx::array::make_arrays({shape, shape}, {mx::float32, mx::float32}, primitive, in);
   }
   return {mx::array(shape, q.dtype(), primitive, in)};
+}
+
+mx::array AttentionPlan::operator()(const mx::array& q, const Rows& rows, const mx::array& k_tail,
+                                    const mx::array& v_tail, float scale, bool causal) const {
+  AttentionOptions options{};
+  options.scale = scale;
+  options.causal = causal;
+  options.key_diagonal = key_diagonal;
+  options.value_diagonal = value_diagonal;
+  return attention(q, std::nullopt, rows, k_tail, v_tail, keys, values, span, options)[0];
 }
 
 }  // namespace vqkv

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
+#include <variant>
 
 #include "common.h"
 #include "metal_params.h"
@@ -18,6 +20,9 @@ struct Coded {
   std::optional<mx::array> centre_scales;  // [B, Hkv, S / block] bfloat16
   std::shared_ptr<Coded> pair;             // keys: a second code of the same tokens, or null
 };
+
+/** Tokens of each row: an array [B, 3] int32, or three numbers for all rows; see packed.Layout. */
+using Rows = std::variant<mx::array, std::array<int, 3>>;
 
 /** Which logical position lives where; see packed.Layout. */
 struct Span {
@@ -43,9 +48,18 @@ struct AttentionOptions {
  * with `separate`, {part from codes, part from the tail} in float32.
  */
 std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::array>& q_code,
-                                 const mx::array& layout, const mx::array& k_tail,
-                                 const mx::array& v_tail, const Coded& keys, const Coded& values,
-                                 const Span& span, const AttentionOptions& options,
-                                 mx::StreamOrDevice s = {});
+                                 const Rows& rows, const mx::array& k_tail, const mx::array& v_tail,
+                                 const Coded& keys, const Coded& values, const Span& span,
+                                 const AttentionOptions& options, mx::StreamOrDevice s = {});
+
+/** What calls over the same codes have in common; see ops.attention. */
+struct AttentionPlan {
+  Coded keys, values;
+  Span span;
+  std::optional<mx::array> key_diagonal, value_diagonal;
+
+  mx::array operator()(const mx::array& q, const Rows& rows, const mx::array& k_tail,
+                       const mx::array& v_tail, float scale, bool causal) const;
+};
 
 }  // namespace vqkv

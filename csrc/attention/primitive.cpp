@@ -6,7 +6,9 @@
 #include <iterator>
 
 #include "backend/backend.h"
+#include "contiguous.h"
 #include "hadamard/op.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 
@@ -51,6 +53,34 @@ void set_mask(AttentionParams& p, const mx::array& mask) {
   }
 }
 
+// Queries and tails row-major; a query that is copied goes on standing for what there is not.
+std::vector<mx::array> in_order(std::vector<mx::array> in, mx::Stream s,
+                                std::vector<mx::array>& temporaries) {
+  const auto q = in[kQuery];
+  if (!q.flags().row_contiguous) {
+    const auto copy = row_major(q, s, temporaries);
+    for (auto& a : in) {
+      if (a.id() == q.id()) {
+        a = copy;
+      }
+    }
+  }
+  for (auto i : {kKeyTail, kValueTail}) {
+    in[i] = row_major(in[i], s, temporaries);
+  }
+  return in;
+}
+
+/** The inputs as the reference takes them, which knows no layout but an array. */
+std::vector<mx::array> with_layout(std::vector<mx::array> in, const AttentionSpec& spec,
+                                   mx::Stream s) {
+  if (spec.uniform) {
+    auto row = mx::array(spec.counts.data(), mx::Shape{1, 3}, mx::int32);
+    in[kLayout] = mx::broadcast_to(row, {in[kQuery].shape(0), 3}, s);
+  }
+  return in;
+}
+
 }  // namespace
 
 AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec) {
@@ -74,6 +104,8 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   }
   p.value = code_params(in[kValueCodes], in[kValueTable], p.value_dim, spec.value_stride,
                         spec.value_scaled, spec.value_centred);
+  p.uniform = spec.uniform;
+  std::copy(spec.counts.begin(), spec.counts.end(), p.counts);
   p.sink_tokens = spec.sink_tokens;
   p.window = spec.window;
   p.block = spec.block;
@@ -98,13 +130,15 @@ void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
   if (out[0].size() == 0) {
     return;
   }
-  auto p = attention_params(in, spec_);
+  std::vector<mx::array> temporaries;
+  auto all = in_order(in, stream(), temporaries);
+  auto p = attention_params(all, spec_);
   if (backend::simulated()) {
-    std::vector<mx::array> temporaries;
-    auto launches = attention_launch(in, out, p, temporaries);
+    auto launches = attention_launch(all, out, p, temporaries);
     backend::run_simulated(stream(), launches, temporaries);
   } else {
-    attention_cpu(in, out, p, stream());
+    attention_cpu(all, out, p, stream());
+    mx::cpu::get_command_encoder(stream()).add_temporaries(temporaries);
   }
 }
 
@@ -114,7 +148,8 @@ void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array
     return;
   }
   std::vector<mx::array> temporaries;
-  auto launches = attention_launch(in, out, attention_params(in, spec_), temporaries);
+  auto all = in_order(in, stream(), temporaries);
+  auto launches = attention_launch(all, out, attention_params(all, spec_), temporaries);
   backend::run_gpu(stream(), launches, temporaries);
 }
 
@@ -160,7 +195,7 @@ std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
   }
   auto ref = reference("attention", scalars());
   auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
+    auto all = with_layout(primals, spec_, stream());
     for (size_t i = 0; i < argnums.size(); ++i) {
       all[argnums[i]] = args[i];
     }
@@ -178,7 +213,7 @@ std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
   }
   auto ref = reference("attention", scalars());
   auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
+    auto all = with_layout(primals, spec_, stream());
     for (size_t i = 0; i < argnums.size(); ++i) {
       all[argnums[i]] = args[i];
     }
@@ -201,20 +236,30 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
   // not of the batch, and so without an axis that could take the mapped one
   constexpr int kShared[] = {kKeyTable, kPairTable,   kValueTable,
                              kSinks,    kKeyDiagonal, kValueDiagonal};
-  const bool used[] = {true, true, true, spec_.sinks, spec_.key_turned, spec_.value_turned};
+  const bool used[] = {true, spec_.pair_stride > 0, true, spec_.sinks, spec_.key_turned, spec_.value_turned};
   bool shared_mapped = false;
   for (size_t i = 0; i < std::size(kShared); ++i) {
     shared_mapped = shared_mapped || (used[i] && axes[kShared[i]] >= 0);
   }
   if (shared_mapped) {
-    auto mapped = mx::vmap(reference("attention", scalars()), axes, outs);
-    return {mapped(in), outs};
+    auto all = in;
+    auto all_axes = axes;
+    if (spec_.uniform) {
+      auto one = in;
+      if (axes[kQuery] >= 0) {
+        one[kQuery] = mx::take(in[kQuery], 0, axes[kQuery], s);
+      }
+      all[kLayout] = with_layout(one, spec_, s)[kLayout];
+      all_axes[kLayout] = -1;
+    }
+    auto mapped = mx::vmap(reference("attention", scalars()), all_axes, outs);
+    return {mapped(all), outs};
   }
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
     const bool shared = std::find(std::begin(kShared), std::end(kShared), i) != std::end(kShared);
-    if (shared || (i == kMask && !spec_.masked)) {
-      folded.push_back(shared && axes[i] < 0 ? in[i] : in[kLayout]);
+    if (shared || (i == kMask && !spec_.masked) || (i == kLayout && spec_.uniform)) {
+      folded.push_back(shared && axes[i] < 0 ? in[i] : folded[kQuery]);
       continue;
     }
     auto a = axes[i] >= 0 ? mx::moveaxis(in[i], axes[i], 0, s) : mx::expand_dims(in[i], 0, s);

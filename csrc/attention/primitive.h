@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+
 #include "launch.h"
 #include "metal_params.h"
 #include "primitive_base.h"
@@ -20,11 +22,14 @@ struct AttentionSpec {
   bool causal;
   bool separate;
   bool masked, sinks, key_turned, value_turned;  // which of the optional inputs there are
+  bool uniform;                                  // the layout is `counts` in all rows, not an input
+  std::array<int, 3> counts;
 
   bool operator==(const AttentionSpec&) const = default;
 };
 
-/** Order of the array inputs. In place of one that is not used stands another. */
+/** Order of the array inputs. In place of one that is not used stands another. Queries and tails
+ * may have any strides. */
 enum AttentionInput {
   kQuery,      // [B, Hq, L, Dk]
   kQueryCode,  // [B, Hq, L, channels of the key codes] float32; with a key diagonal not used

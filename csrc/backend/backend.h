@@ -8,15 +8,21 @@
 
 namespace vqkv::backend {
 
+/** Whether the default device has native kernels in this build. */
+bool has_kernels();
+
 /** Memory of the stream's device for an array that has none. */
 void allocate(mx::array& a, const mx::Stream& s);
+
+/** The same for those that have none. */
+void allocate(std::vector<mx::array>& arrays, const mx::Stream& s);
 
 /** The same on this build's GPU. */
 void allocate_gpu(mx::array& a, const mx::Stream& s);
 
 /**
- * Encode launches in order on the GPU stream of MLX. `temporaries` get memory, which lives until
- * they have run.
+ * Encode launches in order on the GPU stream of MLX. `temporaries` get memory, if they have
+ * none, which lives until they have run.
  */
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
              std::vector<mx::array> temporaries);

@@ -166,9 +166,7 @@ std::string kernel_library() {
 
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
              std::vector<mx::array> temporaries) {
-  for (auto& a : temporaries) {
-    allocate_gpu(a, s);
-  }
+  allocate(temporaries, s);
   constexpr uint32_t kMaxGridYZ = 65535;
   auto& enc = mx::cu::get_command_encoder(s);
   for (const auto& l : launches) {

@@ -60,9 +60,7 @@ void allocate_gpu(mx::array& a, const mx::Stream&) {
 
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
              std::vector<mx::array> temporaries) {
-  for (auto& a : temporaries) {
-    allocate_gpu(a, s);
-  }
+  allocate(temporaries, s);
   auto& d = mx::metal::device(s.device);
   auto* lib = library(d);
   auto& enc = mx::metal::get_command_encoder(s);

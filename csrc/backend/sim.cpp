@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 
+#include "mlx/device.h"
+
 #ifdef VQKV_SIM
 #include "mlx/backend/cpu/encoder.h"
 #include "simulator/simulator.h"
@@ -9,11 +11,24 @@
 
 namespace vqkv::backend {
 
+bool has_kernels() {
+  static const bool gpu = std::string(gpu_executor()) != "none";
+  return gpu || mx::default_device() != mx::Device::gpu;
+}
+
 void allocate(mx::array& a, const mx::Stream& s) {
   if (s.device == mx::Device::gpu) {
     allocate_gpu(a, s);
   } else {
     a.set_data(mx::allocator::malloc(a.nbytes()));
+  }
+}
+
+void allocate(std::vector<mx::array>& arrays, const mx::Stream& s) {
+  for (auto& a : arrays) {
+    if (!a.data_shared_ptr()) {
+      allocate(a, s);
+    }
   }
 }
 
@@ -30,9 +45,7 @@ bool simulated() {
 
 void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
                    std::vector<mx::array> temporaries) {
-  for (auto& a : temporaries) {
-    allocate(a, s);
-  }
+  allocate(temporaries, s);
   auto& enc = mx::cpu::get_command_encoder(s);
   for (const auto& l : launches) {
     std::vector<sim::Buffer> buffers;

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import _ext
 from .batch_rows import (
     Pair,
     check_alike,
@@ -23,7 +24,7 @@ from .batch_rows import (
     take_rows,
 )
 from .cache import CompressedKVCache
-from .cache_base import CompressedCache, integer
+from .cache_base import CompressedCache, integer, own
 from .cache_config import CacheConfig
 from .codecs.base import Codec, CodedArrays
 from .coded_body import centre_of, encode_span, fit, store_span
@@ -159,7 +160,7 @@ class BatchCompressedKVCache(CompressedCache):
         fresh = self._tails is None
         held = self._tails or self._zero_tails(keys, values, max(need, self._tail_capacity))
         grown = need > held[0].shape[2]
-        k, v = (fit(t, need) for t in held) if grown else held
+        k, v = (fit(t, need) if grown else own(t) for t in held)
         del held
         moved = fresh or grown
         if not moved:  # drop the attribute: an array with one owner is updated in place
@@ -167,8 +168,8 @@ class BatchCompressedKVCache(CompressedCache):
         uniform = all(len(set(x)) == 1 for x in (slots, skip, take))
         if uniform and take[0]:
             at, a, n = slots[0], skip[0], take[0]
-            k[:, :, at : at + n] = keys[:, :, a : a + n]
-            v[:, :, at : at + n] = values[:, :, a : a + n]
+            new = (x[:, :, a : a + n] for x in (keys, values))
+            k, v = _ext.append_tokens(k, v, *new, at)
         elif one:  # padding goes to a slot that its row has not come to
             rows, at = mx.arange(len(slots)), mx.array(slots)
             k[rows, :, at] = keys[:, :, 0]
@@ -252,7 +253,9 @@ class BatchCompressedKVCache(CompressedCache):
         rows = [
             [self._width - left, *row] for left, *row in zip(self._left, coded, starts, strict=True)
         ]
-        return self._handles_of(tails, rows, self._width, list(self._left))
+        left = list(self._left) if any(self._left) else None
+        alike = all(row == rows[0] for row in rows)
+        return self._handles_of(tails, tuple(rows[0]) if alike else rows, self._width, left)
 
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from . import _ext
 from .cache_base import CompressedCache, integer
 from .cache_config import CacheConfig
 from .codecs.base import Codec
 from .coded_body import CodedSpan, centre_of, encode_span, store_span
-from .compressed_array import CompressedArray
+from .compressed_array import CompressedArray, Fetched
 
 if TYPE_CHECKING:
     from .batch_cache import BatchCompressedKVCache
@@ -61,6 +62,9 @@ class CompressedKVCache(CompressedCache):
         Raises:
             ValueError: Arrays that do not fit the codecs or the tokens held; nothing is appended.
         """
+        appended = self._append_only(keys, values)
+        if appended is not None:
+            return appended
         self._check(keys, values)
         config, queries = self.config, keys.shape[2]
         total = self.offset + queries
@@ -74,6 +78,30 @@ class CompressedKVCache(CompressedCache):
         self._retire(tails)
         # a chunk that reads all of itself uncompressed sees only what was coded before it
         return self._handles(tails, coded if dense else self._coded, start)
+
+    def _append_only(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[CompressedArray, CompressedArray] | None:
+        """What :meth:`update_and_fetch` does where nothing is due and there is room, and None, with
+        nothing done, elsewhere. Most tokens that are generated take this way: it is short."""
+        tails, config = self._tails, self.config
+        if tails is None or config.use_metal_kernels is not None or not _ext.has_kernels():
+            return None
+        sinks, offset, coded = config.sink_tokens, self.offset, self._coded
+        try:
+            total = offset + keys.shape[2]
+            if total >= sinks + config.window + coded + config.block:
+                return None
+            at = offset if offset < sinks else offset - self._tail_start + sinks
+            k, v = _ext.append_tokens(*tails, keys, values, at)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return None  # no room, or arguments that the other way refuses
+        self._tails = k, v
+        self.offset = total
+        reader = self._reader
+        if reader is None:
+            return self._handles(self._tails, coded, self._tail_start)
+        return Fetched(reader, self._tails, (total, coded, self._tail_start), total).arrays()
 
     def _slot(self, position: int) -> int:
         return self.config.slot(position, self._tail_start)
@@ -91,13 +119,10 @@ class CompressedKVCache(CompressedCache):
                 for t, x in zip(tails, (keys, values), strict=True)
             )
             return k, v
-        # drop the attribute first: an array with one owner is updated in place
-        self._tails = None
-        k, v = tails
-        del tails
-        k[:, :, at : at + n] = keys
-        v[:, :, at : at + n] = values
-        tails = (k, v)
+        if not fresh:
+            self._tails = None  # an array with one owner is updated in place
+        k, v = _ext.append_tokens(*tails, keys, values, at)
+        tails = k, v
         if not fresh:
             self._tails = tails
         return tails
@@ -154,8 +179,7 @@ class CompressedKVCache(CompressedCache):
         self, tails: tuple[mx.array, mx.array], coded: int, start: int
     ) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads: so many tokens as codes, the rest from tails beginning there."""
-        rows = [[self.offset, coded, start]] * tails[0].shape[0]
-        return self._handles_of(tails, rows, self.offset)
+        return self._handles_of(tails, (self.offset, coded, start), self.offset)
 
     def keys_and_values(self) -> tuple[CompressedArray, CompressedArray]:
         """What attention reads, without appending; for layers that share another layer's cache."""

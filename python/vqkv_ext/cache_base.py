@@ -12,9 +12,10 @@ from .cache_config import CacheConfig
 from .codecs import recipe
 from .codecs.base import Codec, CodedArrays
 from .coded_body import ARRAYS
-from .compressed_array import CompressedArray
+from .compressed_array import CompressedArray, Fetched
 from .layout_rows import layout_rows
-from .packed import MAX_CHANNELS, Layout, PackedKV
+from .packed import MAX_CHANNELS
+from .reader import Reader
 
 _STEP = 8  # query tokens that fit the tail without moving it
 _DENSE_GROWTH = 256  # tokens by which a tail grows while nothing is coded yet
@@ -52,7 +53,19 @@ class CompressedCache:
         # tables left lazy could only be evaluated on this thread
         mx.eval([a for codec in self._codecs for a in codec.arrays()])
         self._tails: tuple[mx.array, mx.array] | None = None
-        self._bodies: tuple[CodedArrays, CodedArrays] | None = None
+        self._reader: Reader | None = None
+        self._bodies = None
+
+    @property
+    def _bodies(self) -> tuple[CodedArrays, CodedArrays] | None:
+        """Coded keys and values. Set anew for every change, and to None before one in place: a
+        reader holds the arrays."""
+        return self._coded_arrays
+
+    @_bodies.setter
+    def _bodies(self, bodies: tuple[CodedArrays, CodedArrays] | None) -> None:
+        self._coded_arrays = bodies
+        self._reader = None
 
     @property
     def _op(self) -> str:
@@ -123,28 +136,22 @@ class CompressedCache:
     def _handles_of(
         self,
         tails: tuple[mx.array, mx.array],
-        rows: list[list[int]],
+        rows: list[list[int]] | tuple[int, int, int],
         tokens: int,
         left_padding: list[int] | None = None,
     ) -> tuple[CompressedArray, CompressedArray]:
-        """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`."""
-        c = self.config
-        counts = layout_rows(rows)
+        """What attention reads; ``rows`` as in :class:`vqkv_ext.packed.Layout`, or one for all."""
         if self._tails is not None and tails is not self._tails:
             # who evaluates the output has evaluated the cache too, and may go on in another thread
-            (counts,) = mx.depends([counts], list(self._tails))
-        layout = Layout(counts, c.sink_tokens, c.window, c.block)
-        handles = []
-        for i, (codec, tail) in enumerate(zip(self._codecs, tails, strict=True)):
-            if self._bodies is not None:
-                arrays = self._bodies[i]
-            else:  # nothing coded yet
-                arrays = codec.empty(*tail.shape[:2])
-            # appending updates the cache's own array objects in place: hand out others
-            arrays = {n: a[...] for n, a in arrays.items()}
-            packed = PackedKV(codec.body(arrays), tail[...], layout)
-            handles.append(CompressedArray(packed, tokens, c.use_metal_kernels, left_padding))
-        return handles[0], handles[1]
+            k, v = mx.depends(list(tails), list(self._tails))
+            tails = (k, v)
+        reader = self._reader
+        if reader is None:
+            # nothing coded yet
+            arrays = self._bodies or tuple(c.empty(*tails[0].shape[:2]) for c in self._codecs)
+            reader = self._reader = Reader(self._codecs, arrays, self.config)
+        counts = rows if isinstance(rows, tuple) else layout_rows(rows)
+        return Fetched(reader, tails, counts, tokens, left_padding).arrays()
 
     # ---- the contract of mlx_lm's caches ----
 

@@ -99,16 +99,23 @@ class Layout:
 
     Attributes:
         rows: ``[B, 3]`` int32. Per batch row: tokens in all (those of the query included), tokens
-            held as codes, and the logical position of the first tail token after the sinks.
+            held as codes, and the logical position of the first tail token after the sinks. Or
+            three integers, the same for all rows.
         sink_tokens: First tokens, never coded; tail slots ``[0, sink_tokens)``.
         window: A query reads at least this many last tokens from the tail.
         block: Tokens are coded in blocks of this many.
     """
 
-    rows: mx.array
+    rows: mx.array | tuple[int, int, int]
     sink_tokens: int
     window: int
     block: int
+
+    def array(self, batch: int) -> mx.array:
+        """:attr:`rows` of so many rows as an array."""
+        if isinstance(self.rows, mx.array):
+            return self.rows
+        return mx.broadcast_to(mx.array([self.rows], mx.int32), (batch, 3))
 
     def coded_tokens(self, seen: int) -> int:
         """Tokens a query that sees ``seen`` tokens reads as codes."""

@@ -33,6 +33,10 @@ def _dispatching(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
         **kwargs: Any,
     ) -> mx.array:
+        if type(keys) is CompressedArray and type(values) is CompressedArray and sinks is None:
+            out = keys.fetched.attend(queries, values.fetched, scale, mask)
+            if out is not None:
+                return out
         compressed = [isinstance(x, CompressedArray) for x in (keys, values)]
         if not any(compressed):
             mask = padded_mask(mask, queries, cache)

@@ -285,10 +285,10 @@ class _Watched(CompressedArray):
         probe.read = False
 
     @property
-    def packed(self) -> PackedKV:
+    def packed(self) -> PackedKV:  # type: ignore[override]
         self.probe.trial.last = self.probe
         self.probe.read = True
-        return vars(self)["packed"]
+        return CompressedArray.packed.func(self)
 
 
 class _Width(ValueError):

@@ -14,8 +14,9 @@ from .native import executor, native
 _log = logging.getLogger("vqkv_ext")
 
 
-def _coded_body(b: CodedBody) -> _ext.Coded:
-    pair = None if b.pair is None else _coded_body(b.pair)
+def coded(b: CodedBody) -> _ext.Coded:
+    """A body as the native attention takes it."""
+    pair = None if b.pair is None else coded(b.pair)
     table, stride = b.code.table, b.code.stride
     return _ext.Coded(b.codes, table, stride, b.scales, b.centres, b.centre_scales, pair)
 
@@ -100,14 +101,14 @@ def _common(packed: PackedKV, scale: float, mask: str | mx.array | None) -> dict
     }
 
 
-def _diagonal(packed: PackedKV) -> mx.array | None:
+def diagonal(body: CodedBody) -> mx.array | None:
     """Of a basis that is a Hadamard transform: that is left to the kernel."""
-    return getattr(packed.body.transform, "diagonal", None)
+    return getattr(body.transform, "diagonal", None)
 
 
 def _fused(keys: PackedKV, values: PackedKV) -> str:
     sides = (("q", keys), ("output", values))
-    fused = [name for name, side in sides if _diagonal(side) is not None]
+    fused = [name for name, side in sides if diagonal(side.body) is not None]
     return f", basis of {' and '.join(fused)} fused" if fused else ""
 
 
@@ -127,7 +128,7 @@ def _native(
     sinks: mx.array | None,
 ) -> mx.array:
     key_basis, value_basis = keys.body.transform, values.body.transform
-    key_diagonal, value_diagonal = _diagonal(keys), _diagonal(values)
+    key_diagonal, value_diagonal = diagonal(keys.body), diagonal(values.body)
     q_code = key_basis.query(q) if key_basis is not None and key_diagonal is None else None
     separate = value_basis is not None and value_diagonal is None
     parts = _ext.attention(
@@ -136,8 +137,8 @@ def _native(
         keys.layout.rows,
         keys.tail,
         values.tail,
-        _coded_body(keys.body),
-        _coded_body(values.body),
+        coded(keys.body),
+        coded(values.body),
         mask=mask if isinstance(mask, mx.array) else None,
         sinks=sinks,
         key_diagonal=key_diagonal,
@@ -162,7 +163,7 @@ def _plain(
     parts = reference.attention(
         q,
         q_code,
-        keys.layout.rows,
+        keys.layout.array(q.shape[0]),
         keys.tail,
         values.tail,
         _decoded(keys.body, block, q.shape[-1], q_code.shape[-1]),

@@ -35,4 +35,4 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
             f"default device is {mx.default_device()} and this build's GPU executor is "
             f"{_ext.gpu_executor()!r}."
         )
-    return executor() != "none"
+    return _ext.has_kernels()

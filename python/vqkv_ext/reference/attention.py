@@ -85,9 +85,10 @@ def visible_tokens(
     slots = mx.arange(tail)
     body_at = mx.broadcast_to(sink_tokens + mx.arange(body), (layout.shape[0], body))
     tail_at = mx.where(slots < sink_tokens, slots, start + slots - sink_tokens)
-    in_body = (body_at[:, None] < boundary) & (body_at[:, None] < seen)
-    in_tail = (slots < sink_tokens) | (tail_at[:, None] >= boundary)
-    in_tail = in_tail & (tail_at[:, None] < seen)
+    # not & and |, whose vmap mixes up entries where one side is not mapped (MLX 0.32)
+    in_body = mx.logical_and(body_at[:, None] < boundary, body_at[:, None] < seen)
+    in_tail = mx.logical_or(slots < sink_tokens, tail_at[:, None] >= boundary)
+    in_tail = mx.logical_and(in_tail, tail_at[:, None] < seen)
     return in_body, in_tail, body_at.astype(mx.int32), tail_at.astype(mx.int32)
 
 
@@ -151,11 +152,11 @@ def attention(
         at = mx.concatenate([body_at, tail_at], axis=-1)
         extra = _mask_columns(mask, at)
         if mask.dtype == mx.bool_:
-            visible = visible & extra
+            visible = mx.logical_and(visible, extra)
         else:
             extra = extra.astype(mx.float32)
             scores = scores + extra
-            visible = visible & (extra > HIDDEN)
+            visible = mx.logical_and(visible, extra > HIDDEN)
     scores = mx.where(visible, scores, -mx.inf)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
