@@ -5,7 +5,7 @@
 #include <cmath>
 #include <iterator>
 
-#include "backend/backend.h"
+#include "evaluate.h"
 #include "hadamard/op.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
@@ -94,28 +94,18 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
 }
 
 void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
-  if (out[0].size() == 0) {
-    return;
-  }
-  auto p = attention_params(in, spec_);
-  if (backend::simulated()) {
-    std::vector<mx::array> temporaries;
-    auto launches = attention_launch(in, out, p, temporaries);
-    backend::run_simulated(stream(), launches, temporaries);
-  } else {
-    attention_cpu(in, out, p, stream());
-  }
+  evaluate_cpu(
+      out, stream(),
+      [&](auto& temporaries) {
+        return attention_launch(in, out, attention_params(in, spec_), temporaries);
+      },
+      [&] { attention_cpu(in, out, attention_params(in, spec_), stream()); });
 }
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out);
-  if (out[0].size() == 0) {
-    return;
-  }
-  std::vector<mx::array> temporaries;
-  auto launches = attention_launch(in, out, attention_params(in, spec_), temporaries);
-  backend::run_gpu(stream(), launches, temporaries);
+  evaluate_gpu(out, stream(), [&](auto& temporaries) {
+    return attention_launch(in, out, attention_params(in, spec_), temporaries);
+  });
 }
 
 std::vector<mx::Shape> Attention::output_shapes(const std::vector<mx::array>& in) {
@@ -158,14 +148,7 @@ std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto ref = reference("attention", scalars());
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
-    for (size_t i = 0; i < argnums.size(); ++i) {
-      all[argnums[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("attention", scalars()), primals, argnums);
   return mx::vjp(f, some, cotangents).second;
 }
 
@@ -176,14 +159,7 @@ std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto ref = reference("attention", scalars());
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
-    for (size_t i = 0; i < argnums.size(); ++i) {
-      all[argnums[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("attention", scalars()), primals, argnums);
   return mx::jvp(f, some, tangents).second;
 }
 
