@@ -22,13 +22,6 @@ from vqkv_ext.packed import Layout, PackedKV
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
-@pytest.fixture
-def model():
-    m = tiny.llama(tied=False)
-    yield m
-    disable_attention(m)
-
-
 # ---- T25 ----
 
 THREADS = """
