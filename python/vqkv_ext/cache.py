@@ -83,7 +83,6 @@ class CompressedKVCache(CompressedCache):
         at, n = self._slot(self.offset), keys.shape[2]
         if self._tails is None and at == 0 and n > self._tail_capacity:
             return mx.array(keys), mx.array(values)
-        fresh = self._tails is None
         tails = self._tails or self._zero_tails(keys, values, self._tail_capacity)
         if at + n > tails[0].shape[2]:
             k, v = (
@@ -91,15 +90,8 @@ class CompressedKVCache(CompressedCache):
                 for t, x in zip(tails, (keys, values), strict=True)
             )
             return k, v
-        # drop the attribute first: an array with one owner is updated in place
-        self._tails = None
-        k, v = tails
-        del tails
-        k[:, :, at : at + n] = keys
-        v[:, :, at : at + n] = values
-        tails = (k, v)
-        if not fresh:
-            self._tails = tails
+        for tail, x in zip(tails, (keys, values), strict=True):
+            tail[:, :, at : at + n] = x
         return tails
 
     def _encode(self, tails: tuple[mx.array, mx.array], due: int) -> None:
