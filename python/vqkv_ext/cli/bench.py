@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..codecs.presets import DEFAULT, PRESETS
 from ..info import info
-from .common import at_least, require
+from .common import Defaults, at_least, require
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="speed of attention over compressed caches on this machine",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument(
         "--kv",
