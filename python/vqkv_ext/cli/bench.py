@@ -151,9 +151,10 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     facts = info()
+    queries = "1 query" if args.queries == 1 else f"{args.queries} queries"
     table = Table(
-        title=f"{args.queries} queries, {args.heads}/{args.kv_heads} heads of {args.head_dim}, "
-        f"{args.dtype}, on {facts['executor']}",
+        title=f"{queries}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}, on "
+        f"{facts['executor']}",
         caption="milliseconds of one layer's attention, against "
         "mx.fast.scaled_dot_product_attention; bytes: of the cache, windows included",
         box=box.SIMPLE_HEAD,
