@@ -2,7 +2,8 @@
 // they are empty.
 #pragma once
 
-#include "backend/backend.h"
+#include <utility>
+
 #include "primitive_base.h"
 
 namespace vqkv {
@@ -10,14 +11,14 @@ namespace vqkv {
 /** By the native kernel, `native()`, or in the simulator: `launches(temporaries)` are what runs. */
 template <typename Launches, typename Native>
 void evaluate_cpu(std::vector<mx::array>& out, mx::Stream s, Launches launches, Native native) {
-  allocate(out);
+  allocate(out, s);
   if (out[0].size() == 0) {
     return;
   }
   if (backend::simulated()) {
     std::vector<mx::array> temporaries;
     auto list = launches(temporaries);
-    backend::run_simulated(s, list, temporaries);
+    backend::run_simulated(s, list, std::move(temporaries));
   } else {
     native();
   }
@@ -25,11 +26,11 @@ void evaluate_cpu(std::vector<mx::array>& out, mx::Stream s, Launches launches, 
 
 template <typename Launches>
 void evaluate_gpu(std::vector<mx::array>& out, mx::Stream s, Launches launches) {
-  allocate(out);
+  allocate(out, s);
   if (out[0].size() > 0) {
     std::vector<mx::array> temporaries;
     auto list = launches(temporaries);
-    backend::run_gpu(s, list, temporaries);
+    backend::run_gpu(s, list, std::move(temporaries));
   }
 }
 

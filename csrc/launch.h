@@ -17,9 +17,11 @@ struct Launch {
   std::vector<mx::array> inputs;   // kernel buffers 0 .. n-1
   std::vector<mx::array> outputs;  // the next buffers; the params struct follows them
   std::vector<char> params;
-  std::array<uint32_t, 3> grid;    // threadgroups
-  uint32_t threads;                // per threadgroup, a multiple of 32
-  uint32_t cuda_shared_bytes = 0;  // CUDA: shared memory besides the arrays of the kernel
+  std::array<uint32_t, 3> grid;  // threadgroups
+  uint32_t threads;              // per threadgroup, a multiple of 32
+  // CUDA: shared memory besides the arrays of the kernel, as far as the GPU has it: kernels for
+  // GPUs of less take less
+  uint32_t cuda_shared_bytes = 0;
 
   template <typename P>
   void set_params(const P& p) {

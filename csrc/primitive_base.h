@@ -1,8 +1,8 @@
 // Declarations every primitive of this package repeats.
 #pragma once
 
+#include "backend/backend.h"
 #include "common.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
@@ -17,9 +17,9 @@
 namespace vqkv {
 
 /** Memory for the outputs of a primitive. */
-inline void allocate(std::vector<mx::array>& out) {
+inline void allocate(std::vector<mx::array>& out, const mx::Stream& s) {
   for (auto& a : out) {
-    a.set_data(mx::allocator::malloc(a.nbytes()));
+    backend::allocate(a, s);
   }
 }
 

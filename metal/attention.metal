@@ -34,3 +34,10 @@ ATTENTION(bfloat16, bfloat)
 
 MATRIX(float16, half)
 MATRIX(bfloat16, bfloat)
+
+#define MERGE_ROWS(tname, T)                                                         \
+  instantiate_kernel(attention_merge_rows_##tname##_64, attention_merge_rows, T, 64) \
+  instantiate_kernel(attention_merge_rows_##tname##_128, attention_merge_rows, T, 128)
+
+MERGE_ROWS(float16, half)
+MERGE_ROWS(bfloat16, bfloat)

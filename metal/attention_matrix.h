@@ -74,6 +74,12 @@ METAL_FUNC int merged_place(int n, int i, int lane) {
   return (n * (D / 8) + i) * 32 + (lane ^ (i % 32));
 }
 
+template <int D>
+struct MatrixQueryRow {
+  int row;
+  METAL_FUNC int at(int d) const { return row * D + d; }
+};
+
 // Grid and outputs as for attention_tile, with tiles of ROWS rows.
 template <typename T, int D, int DIMS, int ROWS>
 kernel void attention_matrix(
@@ -120,8 +126,10 @@ kernel void attention_matrix(
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = int(sg); r < ROWS; r += ATTENTION_SIMDS) {
     const long from = query_row(p, b, h, metal::min(row0 + r, rows - 1)) * D;
+    MatrixQueryRow<D> to;
+    to.row = r;
     const float most =
-        load_query_row<T, D>(query + r * D, q, q_code, diagonal, p.key_basis, from, body, lane);
+        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
     if (lane == 0)
       row_scale[r] = p.scale * most;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "hadamard.h"
 
 // What weights relative to the maximum m, with the sum l, are to be multiplied by.
 // A sink is one more weight, of no value. A row without any weight gives zeros.
@@ -103,6 +104,61 @@ kernel void attention_merge(
       const float factor =
           turned ? value_diagonal[(p.value_basis.per_head ? kv_head * p.value_dim : 0) + d] : 1.0f;
       out[at] = T(metal::fma(code[d], factor, tail[k]));
+    }
+  }
+}
+
+// The same for many rows of few slices: a simdgroup merges a row, and no memory is shared.
+template <typename T, int D>
+kernel void attention_merge_rows(
+    device const float* part [[buffer(0)]], device const float* part_ml [[buffer(1)]],
+    device const float* sinks [[buffer(2)]], device const float* value_diagonal [[buffer(3)]],
+    device T* out [[buffer(4)]], device float* out_code [[buffer(5)]],
+    device float* out_tail [[buffer(6)]], constant AttentionParams& p [[buffer(7)]],
+    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  constexpr int HELD = D / 32;
+  const long row = long(tgid.x) * ATTENTION_SIMDS + long(sg);
+  if (row >= long(p.batch) * p.heads * p.queries)
+    return;
+  const int head = int(row / p.queries % p.heads), kv_head = head / (p.heads / p.kv_heads);
+  const int all = p.splits + p.tail_splits;
+  device const float* at = part + row * all * D + long(lane);
+  device const float* ml = part_ml + row * all * 2;
+  float m = ATTENTION_NEVER, l = 0.0f, code[HELD], tail[HELD];
+  for (int s = 0; s < all; s++)
+    m = metal::max(m, ml[s * 2]);
+  UNROLL
+  for (int i = 0; i < HELD; i++)
+    code[i] = tail[i] = 0.0f;
+  for (int s = 0; s < all; s++) {
+    const float w = metal::exp2(ml[s * 2] - m);
+    const float of_code = s < p.splits ? w : 0.0f, of_tail = s < p.splits ? 0.0f : w;
+    l = metal::fma(ml[s * 2 + 1], w, l);
+    UNROLL
+    for (int i = 0; i < HELD; i++) {
+      const float x = at[s * D + 32 * i];
+      code[i] = metal::fma(x, of_code, code[i]);
+      tail[i] = metal::fma(x, of_tail, tail[i]);
+    }
+  }
+  const float share = softmax_share(p, sinks, head, m, l);
+  const bool turned = p.value_basis.order > 0;
+  UNROLL
+  for (int i = 0; i < HELD; i++)
+    code[i] *= share;
+  if (turned)
+    hadamard_transform<D, 1>(code, lane, true, p.value_basis.scale);
+  UNROLL
+  for (int i = 0; i < HELD; i++) {
+    const int d = 32 * i + int(lane);
+    if (p.separate) {
+      out_code[row * D + d] = code[i];
+      out_tail[row * D + d] = tail[i] * share;
+    } else {
+      const float factor =
+          turned ? value_diagonal[(p.value_basis.per_head ? kv_head * D : 0) + d] : 1.0f;
+      out[row * D + d] = T(metal::fma(code[i], factor, tail[i] * share));
     }
   }
 }

@@ -1,10 +1,9 @@
 // Attention of many query rows over byte codes and a 16-bit tail, by matrices of a simdgroup. Host
 // side: csrc/attention/launch.cpp.
 //
-// A threadgroup decodes a tile of keys and one of values into threadgroup memory, and all its
-// simdgroups, each with 16 query rows in registers, multiply by them: S = Q K^T, then O += P V with
-// P as it comes out of S. Values are decoded while scores are multiplied, the keys of the next step
-// while values are, and codes are loaded one such phase ahead.
+// A threadgroup decodes tiles of keys and of values, times the scales of their tokens, into
+// threadgroup memory, and all its simdgroups, each with 16 query rows in registers, multiply by
+// them: S = Q K^T, then O += P V with P as it comes out of S.
 #pragma once
 
 #include "matrix_inputs.h"
@@ -32,86 +31,162 @@ METAL_FUNC int seen_block(PrefillSpan all, int block) {
                                                      : metal::max(block, all.low.first / TILE_ROWS);
 }
 
-// The steps of a slice.
+// A slice's tile of keys or values; steps take them in turn.
+template <typename T, int D>
+METAL_FUNC threadgroup T* step_tile(threadgroup uchar* memory, int side, int step) {
+  return (threadgroup T*)(memory +
+                          (side * TILE_BUFFERS + step % TILE_BUFFERS) * PREFILL_TILE_BYTES(D));
+}
+
+// The steps of a slice. A step multiplies queries by its keys and the weights of the step before by
+// the values of that; meanwhile it decodes the next keys and its values, and takes its scores to
+// weights. Leaves in `unit` what the outputs count in.
 template <typename T, bool CODED, int D, int DIMS>
-METAL_FUNC void prefill_slice(thread PrefillState<D>& state,
-                              thread const typename MatrixTypes<T>::pair* qf,
-                              threadgroup uchar* memory, MatrixSide<T> keys, MatrixSide<T> values,
-                              MatrixScales scales, PrefillRows rows, PrefillSpan all,
+METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
+                              thread const TileQueries<T, D>& queries, threadgroup uchar* memory,
+                              MatrixSide<T> keys, MatrixSide<T> values, MatrixScales scales,
+                              constant AttentionParams& p, device const int* layout,
+                              PrefillPlace place, thread const float* row_factor, PrefillSpan all,
                               PrefillSpan own, int slice, int slices, uint tid, uint lane) {
-  threadgroup T* key_tile = (threadgroup T*)memory;
-  threadgroup T* value_tile = (threadgroup T*)(memory + PREFILL_TILE_BYTES(D));
+  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED);
   const int end = metal::max(all.high.sinks, all.high.last);
   const int blocks = (end + TILE_ROWS - 1) / TILE_ROWS;
   const int share = (blocks + slices - 1) / slices;
   const int to = metal::min((slice + 1) * share, blocks);
   const int latest = CODED ? scales.tokens - TILE_ROWS : end;  // where a step can be read
   const bool even = scales.tokens % 2 == 0;
-  uint words[PREFILL_TURNS(D) * PREFILL_WORDS(CODED)] = {};
-  float2 centres[2];
-  centres[0] = centres[1] = float2(0.0f, 0.0f);
-
   int block = seen_block<CODED>(all, slice * share);
-  if (block < to) {
-    const int start = metal::min(block * TILE_ROWS, latest);
+  unit = 1.0f;
+  if (block >= to)
+    return;
+
+  PrefillUnit key_unit, value_unit;
+  const float tile_share = float(TILE_ROWS) / float(scales.block);  // of a centre's tokens
+  PrefillCentre centre, none;
+  start_centre(centre, CODED && scales.centred);
+  start_centre(none, false);
+  start_unit(key_unit, CODED && scales.scaled);
+  start_unit(value_unit, CODED && scales.weighted);
+  // codes are loaded a step ahead; vectors would take too many registers
+  uint words[CODED ? 2 * WORDS : WORDS];
+  thread uint* value_words = words + (CODED ? WORDS : 0);
+  UNROLL
+  for (int i = 0; i < (CODED ? 2 * WORDS : WORDS); i++)
+    words[i] = 0u;
+  typename MatrixTypes<T>::pair weights[TILE_ROWS / 4];
+  UNROLL
+  for (int i = 0; i < TILE_ROWS / 4; i++)
+    weights[i] = matrix_rounded<T>(0.0f, 0.0f);
+
+  int next = seen_block<CODED>(all, block + 1);
+  int start = metal::min(block * TILE_ROWS, latest);
+  load_chunks<T, CODED, D, DIMS>(words, keys, start, end - 1, tid);
+  load_unit(key_unit, scales.keys, start, even, lane);
+  load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
+  raise_unit(key_unit, start, end, lane);
+  raise_unit(key_unit, centre);
+  store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 0, 0), words, keys.table,
+                               key_unit, centre, tid);
+  for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_THREADS)
+    ((threadgroup uint4*)step_tile<T, D>(memory, 1, 1))[i] = uint4(0u, 0u, 0u, 0u);
+  uint exponent = key_unit.exponent;
+  if (CODED) {
+    load_chunks<T, CODED, D, DIMS>(value_words, values, start, end - 1, tid);
+    load_unit(value_unit, scales.values, start, even, lane);
+  }
+  if (next < to) {
+    start = metal::min(next * TILE_ROWS, latest);
     load_chunks<T, CODED, D, DIMS>(words, keys, start, end - 1, tid);
-    store_chunks<CODED, D, DIMS>((threadgroup uint4*)key_tile, words, keys.table, tid);
-    load_chunks<T, CODED, D, DIMS>(words, values, start, end - 1, tid);
+    load_unit(key_unit, scales.keys, start, even, lane);
+    load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
   }
   tile_barrier();
-  for (int i = 0; block < to; i++) {
+  int i = 0;
+  for (; block < to; i++) {
+    float2 s[TILE_ROWS / 4];
+    // products that take registers of queries end before others begin
+    if (!TILE_QUERIES)
+      tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
+    tile_scores<T, D>(s, queries, step_tile<T, D>(memory, 0, i));
+    if (TILE_QUERIES)
+      tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
+    if (TILE_BUFFERS == 1)
+      tile_barrier();
     PrefillTurn at;
     at.base = block * TILE_ROWS;
     at.start = metal::min(at.base, latest);
-    at.end = end;
-    const int next = seen_block<CODED>(all, block + 1);
+    const int after = seen_block<CODED>(all, next + 1);
     const int next_start = metal::min(next * TILE_ROWS, latest);
-    rows.plain = at.base >= own.high.first && at.base + TILE_ROWS <= own.low.last;
-    uint key_scales = 0, value_scales = 0;
-    if (CODED && scales.scaled)
-      key_scales = load_pair(scales.keys, at.start, even, lane);
-    if (CODED && scales.weighted)
-      value_scales = load_pair(scales.values, at.start, even, lane);
-
-    float2 s[TILE_ROWS / 4];
-    tile_scores<T, D>(s, qf, key_tile);
-    store_chunks<CODED, D, DIMS>((threadgroup uint4*)value_tile, words, values.table, tid);
-    if (next < to)
-      load_chunks<T, CODED, D, DIMS>(words, keys, next_start, end - 1, tid);
-    if (CODED && scales.centred && (i == 0 || block % PREFILL_CENTRES == 0))
-      prefill_centres<T, D>(centres, qf, scales, block / PREFILL_CENTRES * PREFILL_CENTRES, to - 1,
-                            lane);
-    tile_wait<TILE_ROWS / 4>(s);
-    prefill_scores<CODED>(s, centres, key_scales, scales, rows, at, lane);
-    typename MatrixTypes<T>::pair weights[TILE_ROWS / 4];
-    prefill_weights<T, CODED, D>(weights, state, s, value_scales, scales, rows, at, lane);
-    tile_barrier();
-
-    tile_outputs<T, D>(state.out, weights, value_tile);
-    if (next < to) {
-      store_chunks<CODED, D, DIMS>((threadgroup uint4*)key_tile, words, keys.table, tid);
-      load_chunks<T, CODED, D, DIMS>(words, values, next_start, end - 1, tid);
+    const int after_start = metal::min(after * TILE_ROWS, latest);
+    float factor[2];
+    UNROLL
+    for (int n = 0; n < 2; n++) {
+      factor[n] = CODED && (scales.scaled || scales.centred)
+                      ? metal::max(row_factor[n] * unit_value(exponent), PREFILL_LEAST_FACTOR)
+                      : row_factor[n];
     }
-    tile_wait<D / 4>(state.out);
+
+    if (next < to) {
+      raise_unit(key_unit, next_start, end, lane);
+      raise_unit(key_unit, centre);
+      store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 0, i + 1), words,
+                                   keys.table, key_unit, centre, tid);
+    }
+    exponent = key_unit.exponent;
+    if (!CODED) {
+      load_chunks<T, CODED, D, DIMS>(words, values, at.start, end - 1, tid);
+    } else if (after < to) {
+      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+      load_unit(key_unit, scales.keys, after_start, even, lane);
+      load_centre<D>(centre, scales, tile_share, after * TILE_ROWS, tid);
+    }
+    tile_wait<TILE_ROWS / 4, 1>(s);
+    if (at.base < own.high.first || at.base + TILE_ROWS > own.low.last)
+      hide_scores(s, p, layout, place, at, CODED, lane);
+    float shrink[2];
+    bool raised = prefill_weights<D>(s, shrink, state, factor);
+
+    const uint before = value_unit.exponent;
+    raise_unit(value_unit, at.start, end, lane);
+    store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
+                                 values.table, value_unit, none, tid);
+    if (CODED) {
+      if (next < to) {
+        load_chunks<T, CODED, D, DIMS>(value_words, values, next_start, end - 1, tid);
+        load_unit(value_unit, scales.values, next_start, even, lane);
+      }
+    } else if (after < to) {
+      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+    }
+    if (CODED && value_unit.exponent != before) {
+      raised = true;
+      const float by = metal::exp2(float(before) - float(value_unit.exponent));
+      shrink[0] *= by;
+      shrink[1] *= by;
+    }
+
+    tile_wait<D / 4, 0>(state.out);
+    if (raised) {
+      UNROLL
+      for (int n = 0; n < D / 4; n++)
+        state.out[n] = state.out[n] * shrink[n % 2];
+    }
+    round_weights<T>(weights, s);
     tile_barrier();
     block = next;
+    next = after;
   }
+  tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
+  tile_wait<D / 4, 0>(state.out);
+  if (CODED && scales.weighted)
+    unit = unit_value(value_unit.exponent);
 }
 
-// The 16 rows of a simdgroup as left matrices, from threadgroup memory.
-template <typename T, int D>
-METAL_FUNC void prefill_queries(thread typename MatrixTypes<T>::pair* qf, threadgroup const T* q,
-                                uint lane) {
-  UNROLL
-  for (int k = 0; k < D / 16; k++) {
-    UNROLL
-    for (int n = 0; n < 4; n++) {
-      threadgroup const T* at = q + (int(matrix_row(lane)) + n / 2 * 8) * D + 16 * k + n % 2 * 8 +
-                                int(matrix_column(lane));
-      qf[4 * k + n] = matrix_pair(at[0], at[1]);
-    }
-  }
-}
+template <int D>
+struct PrefillQueryRow {
+  int row;
+  METAL_FUNC int at(int d) const { return tile_query<D>(row, d); }
+};
 
 // Grid and outputs as for attention_tile, with tiles of PREFILL_ROWS rows.
 template <typename T, int D, int DIMS>
@@ -132,68 +207,69 @@ kernel void attention_prefill(
     constant AttentionParams& p [[buffer(22)]], uint3 tgid [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-  // queries, then two tiles and the tables
-  threadgroup_bytes(memory, 2 * PREFILL_TILE_BYTES(D) + 256 * TABLE_ROW_BYTES);
+  // tiles, queries, which may lie in the place of others, and the tables
+  threadgroup_bytes(memory, PREFILL_TABLES(D) + 256 * TABLE_ROW_BYTES);
   const int all_rows = p.heads / p.kv_heads * p.queries;
   const int row0 = int(tgid.x) * PREFILL_ROWS + 16 * int(sg);
   const long bh = tgid.y;
   const int b = int(bh) / p.kv_heads, h = int(bh) % p.kv_heads;
   const bool body = int(tgid.z) < p.splits;
 
-  PrefillRows rows;
-  rows.plain = false;
-  UNROLL
-  for (int i = 0; i < 2; i++) {
-    const int r = metal::min(row0 + 8 * i + int(matrix_row(lane)), all_rows - 1);
-    const RowView v = row_view(p, layout, b, r % p.queries, body);
-    rows.sinks[i] = v.sinks;
-    rows.first[i] = v.first;
-    rows.last[i] = v.last;
-  }
+  PrefillPlace place;
+  place.b = b;
+  place.row = row0;
+  place.rows = all_rows;
+  float factor[2];
+  factor[0] = factor[1] = p.scale;
   const PrefillSpan all =
       prefill_span(p, layout, b, int(tgid.x) * PREFILL_ROWS, PREFILL_ROWS, all_rows, body);
   const PrefillSpan own = prefill_span(p, layout, b, row0, 16, all_rows, body);
 
   // rows beyond the last repeat it
-  threadgroup ushort* query = (threadgroup ushort*)memory + int(sg) * (16 * D);
+  threadgroup ushort* query = (threadgroup ushort*)(memory + PREFILL_QUERIES(D));
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = 0; r < 16; r++) {
     const long from = query_row(p, b, h, metal::min(row0 + r, all_rows - 1)) * D;
+    PrefillQueryRow<D> to;
+    to.row = 16 * int(sg) + r;
     const float most =
-        load_query_row<T, D>(query + r * D, q, q_code, diagonal, p.key_basis, from, body, lane);
+        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
     UNROLL
     for (int i = 0; i < 2; i++) {
       if (r == 8 * i + int(matrix_row(lane)))
-        rows.factor[i] = p.scale * most;
+        factor[i] = p.scale * most;
     }
   }
   UNROLL
   for (int i = 0; i < 2; i++)
-    rows.factor[i] = metal::max(rows.factor[i], PREFILL_LEAST_FACTOR);
+    factor[i] = metal::max(factor[i], PREFILL_LEAST_FACTOR);
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   PrefillState<D> state;
   start_prefill<D>(state);
+  float unit;
   const MatrixScales scales =
       matrix_scales<D>(p, body, bh, k_scales, v_scales, k_centres, k_centre_scales);
-  threadgroup uchar* tables = memory + 2 * PREFILL_TILE_BYTES(D);
+  threadgroup uchar* tables = memory + PREFILL_TABLES(D);
   if (body) {
-    half2 qf[D / 4];
-    prefill_queries<half, D>(qf, (threadgroup const half*)query, lane);
+    TileQueries<half, D> queries;
+    tile_queries<half, D>(queries, (threadgroup const half*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     fill_tables<DIMS, PREFILL_THREADS>(tables, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
                                        v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, tables, lane);
-    prefill_slice<half, true, D, DIMS>(state, qf, memory, sides.keys, sides.values, scales, rows,
-                                       all, own, int(tgid.z), p.splits, tid, lane);
+    prefill_slice<half, true, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values,
+                                       scales, p, layout, place, factor, all, own, int(tgid.z),
+                                       p.splits, tid, lane);
   } else {
-    typename MatrixTypes<T>::pair qf[D / 4];
-    prefill_queries<T, D>(qf, (threadgroup const T*)query, lane);
+    TileQueries<T, D> queries;
+    tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, tables);
-    prefill_slice<T, false, D, DIMS>(state, qf, memory, sides.keys, sides.values, scales, rows, all,
-                                     own, int(tgid.z) - p.splits, p.tail_splits, tid, lane);
+    prefill_slice<T, false, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values, scales,
+                                     p, layout, place, factor, all, own, int(tgid.z) - p.splits,
+                                     p.tail_splits, tid, lane);
   }
 
   UNROLL
@@ -206,10 +282,9 @@ kernel void attention_prefill(
     device float* to = part + at * D + int(matrix_column(lane));
     UNROLL
     for (int n = 0; n < D / 8; n++)
-      *(device float2*)(to + 8 * n) = state.out[2 * n + i];
+      *(device float2*)(to + 8 * n) = state.out[2 * n + i] * unit;
     if (matrix_column(lane) == 0) {
-      const bool seen = state.m[i] > ATTENTION_LEAST;
-      part_ml[at * 2] = seen ? metal::fma(state.m[i], rows.factor[i], state.unit) : ATTENTION_NEVER;
+      part_ml[at * 2] = state.m[i];
       part_ml[at * 2 + 1] = l;
     }
   }

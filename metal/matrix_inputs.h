@@ -5,14 +5,15 @@
 #include "matrix_step.h"
 
 // Query row `from` / D as the products take it, for the codes relative to its largest value;
-// returns what scores of it are to be multiplied by, besides the softmax scale.
-template <typename T, int D>
-METAL_FUNC float load_query_row(threadgroup ushort* row, device const T* q,
+// channel d goes to `rows` + to.at(d). Returns what scores of it are to be multiplied by, besides
+// the softmax scale.
+template <typename T, int D, typename To>
+METAL_FUNC float load_query_row(threadgroup ushort* rows, To to, device const T* q,
                                 device const float* q_code, device const float* diagonal,
                                 constant BasisParams& basis, long from, bool body, uint lane) {
   if (!body) {
     for (int d = int(lane); d < D; d += 32)
-      ((threadgroup T*)row)[d] = q[from + d];
+      ((threadgroup T*)rows)[to.at(d)] = q[from + d];
     return 1.0f;
   }
   const bool turned = basis.order > 0;
@@ -31,7 +32,7 @@ METAL_FUNC float load_query_row(threadgroup ushort* row, device const T* q,
   const float by = most > 0.0f ? 1.0f / most : 0.0f;
   UNROLL
   for (int i = 0; i < D / 32; i++)
-    ((threadgroup half*)row)[32 * i + int(lane)] = half(v[i] * by);
+    ((threadgroup half*)rows)[to.at(32 * i + int(lane))] = half(v[i] * by);
   return most;
 }
 

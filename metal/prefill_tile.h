@@ -6,6 +6,11 @@
 #define PREFILL_THREADS (32 * TILE_SIMDS)
 #define PREFILL_ROWS (16 * TILE_SIMDS)
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
+// Threadgroup memory: tiles of keys and of values, queries, tables. Queries that become registers
+// lie in the place of the others.
+#define PREFILL_QUERIES(D) ((TILE_QUERIES) ? 2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) : 0)
+#define PREFILL_TABLES(D) \
+  (2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) + ((TILE_QUERIES) ? 2 * PREFILL_ROWS * (D) : 0))
 // A thread has one chunk of eight values of every PREFILL_STRIDE-th row of a tile, and loads
 // PREFILL_WORDS for each.
 #define PREFILL_STRIDE(D) (PREFILL_THREADS / ((D) / 8))
@@ -40,36 +45,132 @@ METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int 
   }
 }
 
+// The scales of a tile's tokens and the power of two that decoded values are relative to, at least
+// the largest scale of this tile and of those before: 16 bits hold what an entry times its scale
+// is by it.
+struct PrefillUnit {
+  bool scaled;
+  uint pair;      // the scales of two tokens; lanes hold those of a tile in turn
+  uint exponent;  // the unit is 2^(exponent - 126)
+};
+
+METAL_FUNC void start_unit(thread PrefillUnit& u, bool scaled) {
+  u.scaled = scaled;
+  u.pair = 0u;
+  u.exponent = scaled ? 1u : 126u;
+}
+METAL_FUNC float unit_value(uint exponent) {
+  return as_type<float>((exponent + 1u) << 23);
+}
+
+// Loads end here, so that what follows does not wait for them.
+METAL_FUNC void load_unit(thread PrefillUnit& u, device const bfloat* scales, int start, bool even,
+                          uint lane) {
+  if (!u.scaled)
+    return;
+  device const bfloat* at = scales + start + 2 * (int(lane) % (TILE_ROWS / 2));
+  if (even) {
+    u.pair = *(device const uint*)at;
+  } else {
+    device const ushort* both = (device const ushort*)at;
+    u.pair = uint(both[0]) | uint(both[1]) << 16;
+  }
+}
+
+// Tokens from `end` on, which no row sees, get the scale 0.
+METAL_FUNC void raise_unit(thread PrefillUnit& u, int start, int end, uint lane) {
+  if (!u.scaled)
+    return;
+  const int seen = end - start - 2 * (int(lane) % (TILE_ROWS / 2));
+  u.pair = seen >= 2 ? u.pair : seen == 1 ? u.pair & 0xffffu : 0u;
+  const uint both = u.pair & 0x7fff7fffu;
+  const uint most = metal::simd_max(metal::max(both & 0xffffu, both >> 16)) >> 7;
+  u.exponent = metal::max(u.exponent, metal::min(most, 252u));
+}
+
+// Eight values of the centre of a tile.
+struct PrefillCentre {
+  bool there;
+  uint2 values;
+  uint unit;  // a bfloat
+};
+
+METAL_FUNC void start_centre(thread PrefillCentre& c, bool there) {
+  c.there = there;
+  c.values = uint2(0u, 0u);
+  c.unit = 0u;
+}
+
+template <int D>
+METAL_FUNC void load_centre(thread PrefillCentre& c, MatrixScales scales, float share, int base,
+                            uint tid) {
+  if (!c.there)
+    return;
+  // base / block, which division would take longer for
+  const int index = int((float(base / TILE_ROWS) + 0.5f) * share);
+  c.values = ((device const uint2*)(scales.centres + long(index) * D))[tid % (D / 8)];
+  c.unit = ((device const ushort*)scales.centre_scales)[index];
+}
+
+// Centres are no larger than 128 of their units.
+METAL_FUNC void raise_unit(thread PrefillUnit& u, PrefillCentre c) {
+  if (c.there)
+    u.exponent = metal::max(u.exponent, metal::min((c.unit >> 7) + 7u, 252u));
+}
+
+METAL_FUNC half2 centre_pair(uint word, int i, float by) {
+  const int at = 16 * i;
+  return matrix_rounded<half>(float(int(word << (24 - at)) >> 24) * by,
+                              float(int(word << (16 - at)) >> 24) * by);
+}
+
+// Eight values of a token: entries times `by` plus the centre.
 template <bool CODED, int DIMS>
-METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table) {
+METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, half2 by,
+                              thread const half2* centre) {
   if (!CODED)
     return uint4(words[0], words[CODED ? 0 : 1], words[CODED ? 0 : 2], words[CODED ? 0 : 3]);
   const uint2 a = as_type<uint2>(four_coded<DIMS>(words, table, 0));
   const uint2 b = as_type<uint2>(four_coded<DIMS>(words, table, 1));
-  return uint4(a.x, a.y, b.x, b.y);
+  return uint4(as_type<uint>(metal::fma(as_type<half2>(a.x), by, centre[0])),
+               as_type<uint>(metal::fma(as_type<half2>(a.y), by, centre[1])),
+               as_type<uint>(metal::fma(as_type<half2>(b.x), by, centre[2])),
+               as_type<uint>(metal::fma(as_type<half2>(b.y), by, centre[3])));
 }
 
 template <bool CODED, int D, int DIMS>
 METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
-                             uint tid) {
+                             PrefillUnit unit, PrefillCentre centre, uint tid) {
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
+  const float inverse = as_type<float>((253u - unit.exponent) << 23);
+  const int at = tile_chunk<D>(first_row, chunk);  // strides are multiples of eight rows
+  half2 by[PREFILL_TURNS(D)], added[4];
+  UNROLL
+  for (int i = 0; i < 4; i++)
+    added[i] = half2(half(0.0f), half(0.0f));
+  if (CODED && centre.there) {
+    const float by_unit = as_type<float>(centre.unit << 16) * inverse;
+    UNROLL
+    for (int i = 0; i < 4; i++)
+      added[i] = centre_pair(i < 2 ? centre.values.x : centre.values.y, i % 2, by_unit);
+  }
+  UNROLL
+  for (int turn = 0; turn < PREFILL_TURNS(D); turn++)
+    by[turn] = matrix_rounded<half>(inverse, inverse);
+  if (CODED && unit.scaled) {
+    UNROLL
+    for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
+      const int row = first_row + turn * PREFILL_STRIDE(D);
+      const uint pair = metal::simd_shuffle(unit.pair, ushort(row / 2 % 32));
+      const float scale = as_type<float>(first_row % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+      by[turn] = matrix_rounded<half>(scale * inverse, scale * inverse);
+    }
+  }
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
     const int row = first_row + turn * PREFILL_STRIDE(D);
     if (row < TILE_ROWS)
-      tile[tile_chunk<D>(row, chunk)] =
-          chunk_values<CODED, DIMS>(words + turn * PREFILL_WORDS(CODED), table);
+      tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] =
+          chunk_values<CODED, DIMS>(words + turn * PREFILL_WORDS(CODED), table, by[turn], added);
   }
-}
-
-// Two scales of neighbouring tokens, bfloats, as one word. Lanes hold those of a tile in turn.
-METAL_FUNC uint load_pair(device const bfloat* scales, int start, bool even, uint lane) {
-  device const bfloat* at = scales + start + 2 * (int(lane) % (TILE_ROWS / 2));
-  if (even)
-    return *(device const uint*)at;
-  device const ushort* both = (device const ushort*)at;
-  return uint(both[0]) | uint(both[1]) << 16;
-}
-METAL_FUNC float2 pair_scales(uint word) {
-  return float2(as_type<float>(word << 16), as_type<float>(word & 0xffff0000u));
 }

@@ -30,11 +30,16 @@
 // Tiles of TILE_ROWS rows of D 16-bit values in threadgroup memory, at a multiple of 1024 bytes,
 // stand on the right of the products of a threadgroup of TILE_SIMDS simdgroups, each with left
 // matrices `a` of 16 rows: pair 4 k + 2 i + j is of rows 8 i and columns 16 k + 8 j. Sums `c`: pair
-// 2 n + i is of rows 8 i and columns 8 n.
+// 2 n + i is of rows 8 i and columns 8 n. Queries, left matrices of D columns, are read from where
+// tile_query<D>(row, d) says; where TILE_QUERIES is 1 they must stay there.
+//   tile_queries<T, D>(a, q, sg, lane)   a TileQueries<T, D> of the queries q of a threadgroup
 //   tile_chunk<D>(row, chunk)      where eight values of a row lie, counted in 16 bytes
 //   tile_barrier()                 a threadgroup's barrier; tiles written before may be multiplied
-//   tile_scores<T, D>(c, a, tile)  c = a tile^T, begun: until tile_wait<number of pairs>(c) nothing
-//   tile_outputs<T, D>(c, a, tile) c += a tile    may touch c, or write to a and tile
+//   tile_scores<T, D>(c, a, tile)  c = a tile^T, begun: until tile_wait<pairs, later>(c), where
+//   tile_outputs<T, D>(c, a, tile) c += a tile    `later` products begun after it may go on,
+//   nothing
+//                                                 may touch c, or write to a and tile
+// There are TILE_BUFFERS tiles of a kind at a time.
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],

@@ -79,6 +79,8 @@ METAL_FUNC metal::vec<T, 2> matrix_rounded(float x, float y) {
 // Tiles: with two of 32 rows of 128 values, and the tables, threadgroup memory is full.
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
+#define TILE_BUFFERS 1
+#define TILE_QUERIES 0
 
 METAL_FUNC void tile_barrier() {
   metal::threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -86,6 +88,24 @@ METAL_FUNC void tile_barrier() {
 template <int D>
 METAL_FUNC int tile_chunk(int row, int chunk) {
   return row * (D / 8) + chunk;
+}
+template <int D>
+METAL_FUNC int tile_query(int row, int d) {
+  return row * D + d;
+}
+template <typename T, int D>
+struct TileQueries {
+  metal::vec<T, 2> left[D / 4];
+};
+template <typename T, int D>
+METAL_FUNC void tile_queries(thread TileQueries<T, D>& a, threadgroup const T* queries, uint sg,
+                             uint lane) {
+  queries += (16u * sg + matrix_row(lane)) * D + matrix_column(lane);
+  UNROLL
+  for (int i = 0; i < D / 4; i++) {
+    threadgroup const T* at = queries + i / 2 % 2 * 8 * D + i / 4 * 16 + i % 2 * 8;
+    a.left[i] = metal::vec<T, 2>(at[0], at[1]);
+  }
 }
 // c[i] += a[2 i + k] times an 8 x 8 part of a tile, for row halves i of the left matrices.
 template <typename T, int D>
@@ -103,7 +123,7 @@ METAL_FUNC void tile_product(thread float2* c, thread const metal::vec<T, 2>* a,
   }
 }
 template <typename T, int D>
-METAL_FUNC void tile_scores(thread float2* c, thread const metal::vec<T, 2>* a,
+METAL_FUNC void tile_scores(thread float2* c, thread const TileQueries<T, D>& a,
                             threadgroup const T* tile) {
   UNROLL
   for (int i = 0; i < TILE_ROWS / 4; i++)
@@ -112,7 +132,7 @@ METAL_FUNC void tile_scores(thread float2* c, thread const metal::vec<T, 2>* a,
   for (int k = 0; k < D / 8; k++) {
     UNROLL
     for (int n = 0; n < TILE_ROWS / 8; n++)
-      tile_product<T, D>(c + 2 * n, a + k / 2 * 4, tile + 8 * n * D + 8 * k, k % 2, true);
+      tile_product<T, D>(c + 2 * n, a.left + k / 2 * 4, tile + 8 * n * D + 8 * k, k % 2, true);
   }
 }
 template <typename T, int D>
@@ -125,5 +145,5 @@ METAL_FUNC void tile_outputs(thread float2* c, thread const metal::vec<T, 2>* a,
       tile_product<T, D>(c + 2 * n, a + k / 2 * 4, tile + 8 * k * D + 8 * n, k % 2, false);
   }
 }
-template <int N>
+template <int N, int LATER>
 METAL_FUNC void tile_wait(thread float2*) {}

@@ -30,10 +30,12 @@ spec_of = partial(test_attention_matrix.spec_of, base=BASE)
 
 
 def ran(spec: Spec, dims: int) -> None:
-    """In the simulator: the kernel meant was the one that ran."""
+    """In the simulator: the kernels meant were those that ran."""
     if _ext.simulated():
         name = f"attention_prefill_{spec.dtype}_{spec.key_width}_{dims}"
         assert name in _ext.simulator_executed()
+        merge = f"attention_merge_rows_{spec.dtype}_{spec.key_width}"
+        assert merge in _ext.simulator_executed()
 
 
 @pytest.mark.sim

@@ -2,7 +2,6 @@
 
 #include "attention/primitive.h"
 #include "backend/backend.h"
-#include "mlx/allocator.h"
 
 namespace vqkv {
 namespace {
@@ -19,10 +18,10 @@ constexpr uint32_t kThreads = 128;
 constexpr int kMatrixTokens = 64;
 constexpr uint32_t kCudaTables = 256 * 256;
 
-// metal/attention_prefill.h: simdgroups of 16 query rows, more on CUDA (TILE_SIMDS), where two
-// tiles of 64 tokens are in threadgroup memory besides the tables. Fewer rows would leave most of
-// a threadgroup idle.
-constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12;
+// metal/attention_prefill.h: simdgroups of 16 query rows, more on CUDA (TILE_SIMDS), where besides
+// the tables up to four tiles of 64 tokens and the queries are in threadgroup memory. Fewer rows
+// would leave most of a threadgroup idle.
+constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12, kCudaPrefillTokens = 4 * 64;
 constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 96;
 
 // Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
@@ -30,11 +29,13 @@ constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 96;
 constexpr int64_t kCores = 132, kTokensPerSlice = 256;
 // Prefill has a core for each threadgroup: eight rounds, of which the last may be partly empty.
 constexpr int64_t kPrefillGroups = 1056, kPrefillTokensPerSlice = 1024;
+// So many slices of a row, and rows as of prefill, are merged by a simdgroup.
+constexpr int kFewSlices = 8;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
+// Gets its memory where the launches run.
 mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
   mx::array a(std::move(shape), dtype, nullptr, {});
-  a.set_data(mx::allocator::malloc(a.nbytes()));
   temporaries.push_back(a);
   return a;
 }
@@ -97,7 +98,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     rows_per_group = 16 * simds;
     first.threads = 32 * simds;
     least = kPrefillTokensPerSlice;
-    first.cuda_shared_bytes = kCudaTables + 2 * kMatrixTokens * p.key_dim * 2;
+    first.cuda_shared_bytes = kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2;
     first.kernel = "attention_prefill_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) +
                    "_" + std::to_string(p.key.dims);
   } else if (matrices) {
@@ -137,7 +138,10 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   first.set_params(p);
 
   Launch merge;
-  merge.kernel = "attention_merge_" + dtype_name(dtype);
+  const bool by_rows = prefill && all <= kFewSlices;
+  merge.kernel =
+      by_rows ? "attention_merge_rows_" + dtype_name(dtype) + "_" + std::to_string(p.value_dim)
+              : "attention_merge_" + dtype_name(dtype);
   merge.inputs = {part, part_ml, in[kSinks], in[kValueDiagonal]};
   // whole, or of codes and tail; part stands for what is not written
   if (p.separate) {
@@ -145,7 +149,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   } else {
     merge.outputs = {out[0], part, part};
   }
-  merge.grid = {groups(rows, 1), 1, 1};
+  merge.grid = {groups(rows, by_rows ? kThreads / 32 : 1), 1, 1};
   merge.threads = kThreads;
   merge.set_params(p);
   return {first, merge};

@@ -8,9 +8,18 @@
 
 namespace vqkv::backend {
 
-/** Encode launches in order on the GPU stream of MLX. `temporaries` live until they have run. */
+/** Memory of the stream's device for an array that has none. */
+void allocate(mx::array& a, const mx::Stream& s);
+
+/** The same on this build's GPU. */
+void allocate_gpu(mx::array& a, const mx::Stream& s);
+
+/**
+ * Encode launches in order on the GPU stream of MLX. `temporaries` get memory, which lives until
+ * they have run.
+ */
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             const std::vector<mx::array>& temporaries);
+             std::vector<mx::array> temporaries);
 
 /** True where this build has a GPU executor ("metal" or "cuda"); its name, else "none". */
 const char* gpu_executor();
@@ -24,9 +33,9 @@ bool simulated();
 /** True if the simulator was built in. */
 bool has_simulator();
 
-/** Queue launches on the CPU stream; each runs in the simulator. */
+/** Queue launches on the CPU stream; each runs in the simulator. `temporaries` as above. */
 void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
-                   const std::vector<mx::array>& temporaries);
+                   std::vector<mx::array> temporaries);
 
 /** Kernels that the simulator knows, and those it has run so far in this process. */
 std::vector<std::string> simulator_kernels();

@@ -13,6 +13,8 @@
 #include "mlx/backend/cuda/cuda.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
 
 namespace vqkv::backend {
 namespace {
@@ -68,7 +70,22 @@ class Kernels {
     return it->second;
   }
 
+  /** The shared memory that a block of the current device may have. */
+  uint32_t most_shared_bytes() {
+    if (!most_shared_bytes_) {
+      CUdevice device;
+      int most = 0;
+      check(cuCtxGetDevice(&device), "the current CUDA device");
+      check(cuDeviceGetAttribute(&most, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                 device),
+            "the shared memory of the CUDA device");
+      most_shared_bytes_ = static_cast<uint32_t>(most);
+    }
+    return most_shared_bytes_;
+  }
+
  private:
+  uint32_t most_shared_bytes_ = 0;
   std::vector<CUmodule> modules_;
   std::unordered_map<std::string, CUfunction> functions_;  // by their name with the prefix
   std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
@@ -102,7 +119,38 @@ std::vector<char> arguments(const Launch& l) {
   return bytes;
 }
 
+/**
+ * The primitive of MLX that gives an array memory of a stream's device and does no more when its
+ * mask is empty; null if this MLX has none.
+ */
+std::shared_ptr<mx::Primitive> device_memory(const mx::Stream& s) {
+  const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
+  for (auto a = mx::masked_scatter(none, none, none, s); a.has_primitive(); a = a.inputs()[0]) {
+    if (std::string(a.primitive().name()) == "MaskedScatter") {
+      return a.primitive_ptr();
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+// mx::allocator::malloc gives unified memory, and moves there, with a copy that waits for the
+// device, what MLX's own kernels have freed. The function they call is not exported.
+void allocate_gpu(mx::array& a, const mx::Stream& s) {
+  thread_local std::vector<std::pair<mx::Stream, std::shared_ptr<mx::Primitive>>> known;
+  auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.first == s; });
+  if (it == known.end()) {
+    it = known.insert(known.end(), {s, device_memory(s)});
+  }
+  if (it->second && a.nbytes() > 0) {
+    const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
+    std::vector<mx::array> out{a};
+    it->second->eval_gpu({none, none, none}, out);
+  } else {
+    a.set_data(mx::allocator::malloc(a.nbytes()));
+  }
+}
 
 const char* gpu_executor() {
   return "cuda";
@@ -117,7 +165,10 @@ std::string kernel_library() {
 }
 
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             const std::vector<mx::array>& temporaries) {
+             std::vector<mx::array> temporaries) {
+  for (auto& a : temporaries) {
+    allocate_gpu(a, s);
+  }
   constexpr uint32_t kMaxGridYZ = 65535;
   auto& enc = mx::cu::get_command_encoder(s);
   for (const auto& l : launches) {
@@ -125,9 +176,12 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
             " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
     CUfunction function;
+    uint32_t shared_bytes;
     {
       std::lock_guard lock(kernels_mutex);
-      function = kernels(enc.device()).get(l.kernel, l.cuda_shared_bytes);
+      auto& all = kernels(enc.device());
+      shared_bytes = std::min(l.cuda_shared_bytes, all.most_shared_bytes());
+      function = all.get(l.kernel, shared_bytes);
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
     // in for what there is not is named many times.
@@ -145,7 +199,7 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
     auto bytes = arguments(l);
     void* argument = bytes.data();  // copied into the node
     enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(l.threads),
-                            dim3(), l.cuda_shared_bytes, &argument);
+                            dim3(), shared_bytes, &argument);
   }
   for (const auto& a : temporaries) {
     enc.add_temporary(a);

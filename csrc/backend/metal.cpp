@@ -53,8 +53,15 @@ std::string kernel_library() {
   return origin;
 }
 
+void allocate_gpu(mx::array& a, const mx::Stream&) {
+  a.set_data(mx::allocator::malloc(a.nbytes()));
+}
+
 void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             const std::vector<mx::array>& temporaries) {
+             std::vector<mx::array> temporaries) {
+  for (auto& a : temporaries) {
+    allocate_gpu(a, s);
+  }
   auto& d = mx::metal::device(s.device);
   auto* lib = library(d);
   auto& enc = mx::metal::get_command_encoder(s);

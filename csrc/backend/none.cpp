@@ -2,6 +2,14 @@
 #include "backend/backend.h"
 
 namespace vqkv::backend {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw std::runtime_error(
+      "[vqkv_ext] this build has no GPU executor; use the CPU device (mx.set_default_device).");
+}
+
+}  // namespace
 
 const char* gpu_executor() {
   return "none";
@@ -11,9 +19,12 @@ std::string kernel_library() {
   return "none";
 }
 
-void run_gpu(const mx::Stream&, const std::vector<Launch>&, const std::vector<mx::array>&) {
-  throw std::runtime_error(
-      "[vqkv_ext] this build has no GPU executor; use the CPU device (mx.set_default_device).");
+void allocate_gpu(mx::array&, const mx::Stream&) {
+  refuse();
+}
+
+void run_gpu(const mx::Stream&, const std::vector<Launch>&, std::vector<mx::array>) {
+  refuse();
 }
 
 }  // namespace vqkv::backend

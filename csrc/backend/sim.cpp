@@ -9,6 +9,14 @@
 
 namespace vqkv::backend {
 
+void allocate(mx::array& a, const mx::Stream& s) {
+  if (s.device == mx::Device::gpu) {
+    allocate_gpu(a, s);
+  } else {
+    a.set_data(mx::allocator::malloc(a.nbytes()));
+  }
+}
+
 #ifdef VQKV_SIM
 
 bool has_simulator() {
@@ -21,7 +29,10 @@ bool simulated() {
 }
 
 void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
-                   const std::vector<mx::array>& temporaries) {
+                   std::vector<mx::array> temporaries) {
+  for (auto& a : temporaries) {
+    allocate(a, s);
+  }
   auto& enc = mx::cpu::get_command_encoder(s);
   for (const auto& l : launches) {
     std::vector<sim::Buffer> buffers;
@@ -64,7 +75,7 @@ bool simulated() {
   return false;
 }
 
-void run_simulated(const mx::Stream&, const std::vector<Launch>&, const std::vector<mx::array>&) {
+void run_simulated(const mx::Stream&, const std::vector<Launch>&, std::vector<mx::array>) {
   throw std::logic_error("[vqkv_ext] the simulator is not part of this build.");
 }
 

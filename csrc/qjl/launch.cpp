@@ -1,4 +1,3 @@
-#include "mlx/allocator.h"
 #include "qjl/op.h"
 #include "qjl/primitive.h"
 
@@ -36,7 +35,6 @@ std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, c
   auto shape = q.shape();
   shape.back() = p.channels;
   mx::array projected(shape, mx::float32, nullptr, {});
-  projected.set_data(mx::allocator::malloc(projected.nbytes()));
   temporaries.push_back(projected);
 
   Launch l;

@@ -27,6 +27,8 @@ typedef __bf16 bfloat;
 #define TABLE_ROW_BYTES 64
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
+#define TILE_BUFFERS 1
+#define TILE_QUERIES 0
 #define threadgroup_bytes(name, n)                   \
   threadgroup_array(uint4, name##_memory, (n) / 16); \
   threadgroup uchar* name = (threadgroup uchar*)name##_memory
@@ -256,11 +258,19 @@ typename pair_of<T>::type matrix_rounded(float, float);
 void tile_barrier();
 template <int D>
 int tile_chunk(int, int);
+template <int D>
+int tile_query(int, int);
 template <typename T, int D>
-void tile_scores(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
+struct TileQueries {
+  typename pair_of<T>::type left[D / 4];
+};
+template <typename T, int D>
+void tile_queries(thread TileQueries<T, D>&, threadgroup const T*, uint, uint);
+template <typename T, int D>
+void tile_scores(thread float2*, thread const TileQueries<T, D>&, threadgroup const T*);
 template <typename T, int D>
 void tile_outputs(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
-template <int N>
+template <int N, int LATER>
 void tile_wait(thread float2*);
 
 }  // namespace metal

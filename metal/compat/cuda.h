@@ -100,6 +100,9 @@ template <typename T>
 MSL_DEVICE T simd_max(T x) {
   return simd_reduce(x, op_max{});
 }
+MSL_DEVICE uint simd_max(uint x) {
+  return __reduce_max_sync(ALL_LANES, x);
+}
 template <typename T>
 MSL_DEVICE T simd_min(T x) {
   return simd_reduce(x, op_min{});
@@ -118,6 +121,21 @@ MSL_DEVICE void threadgroup_barrier(mem_flags) {
 }
 MSL_DEVICE void simdgroup_barrier(mem_flags) {
   __syncwarp();
+}
+
+MSL_DEVICE vec<half, 2> operator*(vec<half, 2> a, vec<half, 2> b) {
+  uint32_t word;
+  asm("mul.rn.f16x2 %0, %1, %2;"
+      : "=r"(word)
+      : "r"(bit_cast<uint32_t>(a)), "r"(bit_cast<uint32_t>(b)));
+  return bit_cast<vec<half, 2>>(word);
+}
+MSL_DEVICE vec<half, 2> fma(vec<half, 2> a, vec<half, 2> b, vec<half, 2> c) {
+  uint32_t word;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;"
+      : "=r"(word)
+      : "r"(bit_cast<uint32_t>(a)), "r"(bit_cast<uint32_t>(b)), "r"(bit_cast<uint32_t>(c)));
+  return bit_cast<vec<half, 2>>(word);
 }
 
 MSL_DEVICE uint matrix_row(uint lane) {

@@ -6,6 +6,14 @@
 
 #define TILE_ROWS 64
 #define TILE_SIMDS 12
+// GPUs without wgmma may not have the memory for more.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TILE_BUFFERS 2
+#define TILE_QUERIES 1
+#else
+#define TILE_BUFFERS 1
+#define TILE_QUERIES 0
+#endif
 
 namespace metal {
 
@@ -50,38 +58,60 @@ MSL_DEVICE uint64_t tile_descriptor(uint32_t tile, int bytes) {
 }
 
 #define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
-#define MSL_WGMMA(name, T, TYPE, TRANSPOSED)                                                  \
-  MSL_DEVICE void name(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile, int add) {        \
-    asm volatile(                                                                             \
-        "{\n"                                                                                 \
-        ".reg .pred p;\n"                                                                     \
-        "setp.ne.b32 p, %37, 0;\n"                                                            \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                           \
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "   \
-        "{%32, %33, %34, %35}, %36, p, 1, 1, " TRANSPOSED                                     \
-        ";\n"                                                                                 \
-        "}\n"                                                                                 \
-        : MSL_PAIR(0), MSL_PAIR(1), MSL_PAIR(2), MSL_PAIR(3), MSL_PAIR(4), MSL_PAIR(5),       \
-          MSL_PAIR(6), MSL_PAIR(7), MSL_PAIR(8), MSL_PAIR(9), MSL_PAIR(10), MSL_PAIR(11),     \
-          MSL_PAIR(12), MSL_PAIR(13), MSL_PAIR(14), MSL_PAIR(15)                              \
-        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                       \
-          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile), "r"(add)); \
+#define MSL_SUMS                                                                             \
+  MSL_PAIR(0), MSL_PAIR(1), MSL_PAIR(2), MSL_PAIR(3), MSL_PAIR(4), MSL_PAIR(5), MSL_PAIR(6), \
+      MSL_PAIR(7), MSL_PAIR(8), MSL_PAIR(9), MSL_PAIR(10), MSL_PAIR(11), MSL_PAIR(12),       \
+      MSL_PAIR(13), MSL_PAIR(14), MSL_PAIR(15)
+#define MSL_WGMMA_TEXT(TYPE)                                                 \
+  "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                \
+  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define MSL_WGMMA(T, TYPE)                                                                       \
+  /* c (+)= queries tile^T, both in threadgroup memory */                                        \
+  template <>                                                                                    \
+  MSL_DEVICE void wgmma_scores<T>(vec<float, 2> * c, uint64_t queries, uint64_t tile, int add) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" MSL_WGMMA_TEXT(                    \
+                     TYPE) "%32, %33, p, 1, 1, 0, 0;\n}\n"                                       \
+                 : MSL_SUMS                                                                      \
+                 : "l"(queries), "l"(tile), "r"(add));                                           \
+  }                                                                                              \
+  /* c += a tile */                                                                              \
+  MSL_DEVICE void wgmma_outputs(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile) {           \
+    asm volatile(MSL_WGMMA_TEXT(TYPE) "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                 \
+                 : MSL_SUMS                                                                      \
+                 : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                 \
+                   "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile));     \
   }
-MSL_WGMMA(wgmma_rows, half, "f16", "0")
-MSL_WGMMA(wgmma_rows, bfloat, "bf16", "0")
-MSL_WGMMA(wgmma_columns, half, "f16", "1")
-MSL_WGMMA(wgmma_columns, bfloat, "bf16", "1")
+template <typename T>
+MSL_DEVICE void wgmma_scores(vec<float, 2>* c, uint64_t queries, uint64_t tile, int add);
+MSL_WGMMA(half, "f16")
+MSL_WGMMA(bfloat, "bf16")
 #undef MSL_WGMMA
+#undef MSL_WGMMA_TEXT
+#undef MSL_SUMS
 #undef MSL_PAIR
 
+template <int D>
+MSL_DEVICE int tile_query(int row, int d) {
+  return (row / 64 * (64 * D / 8) + tile_chunk<D>(row % 64, d / 8)) * 8 + d % 8;
+}
 template <typename T, int D>
-MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+struct TileQueries {
+  uint32_t at;  // of the 64 rows of four warps
+};
+template <typename T, int D>
+MSL_DEVICE void tile_queries(TileQueries<T, D>& a, const T* queries, uint sg, uint) {
+  a.at = __shfl_sync(ALL_LANES, uint32_t(__cvta_generic_to_shared(queries + sg / 4 * (64 * D))), 0);
+}
+template <typename T, int D>
+MSL_DEVICE void tile_scores(vec<float, 2>* c, const TileQueries<T, D>& a, const T* tile) {
   const uint32_t at = uint32_t(__cvta_generic_to_shared(tile));
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int k = 0; k < D / 16; k++)
-    wgmma_rows(c, a + 4 * k, tile_descriptor(at, k / 4 * (TILE_ROWS * 128) + k % 4 * 32), k > 0);
+  for (int k = 0; k < D / 16; k++) {
+    const int bytes = k / 4 * (TILE_ROWS * 128) + k % 4 * 32;
+    wgmma_scores<T>(c, tile_descriptor(a.at, bytes), tile_descriptor(at, bytes), k > 0);
+  }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <typename T, int D>
@@ -93,14 +123,14 @@ MSL_DEVICE void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile
   for (int k = 0; k < TILE_ROWS / 16; k++) {
 #pragma unroll
     for (int h = 0; h < D / 64; h++)
-      wgmma_columns(c + 16 * h, a + 4 * k,
-                    tile_descriptor(at, h * (TILE_ROWS * 128) + k * (16 * 128)), 1);
+      wgmma_outputs(c + 16 * h, a + 4 * k,
+                    tile_descriptor(at, h * (TILE_ROWS * 128) + k * (16 * 128)));
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int N>
+template <int N, int LATER>
 MSL_DEVICE void tile_wait(vec<float, 2>* c) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
   pin<N>(c);
 }
 
@@ -124,8 +154,24 @@ MSL_LDMATRIX(load_rows, "")
 MSL_LDMATRIX(load_columns, ".trans")
 #undef MSL_LDMATRIX
 
+template <int D>
+MSL_DEVICE int tile_query(int row, int d) {
+  return row * D + d;
+}
 template <typename T, int D>
-MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile) {
+struct TileQueries {
+  vec<T, 2> left[D / 4];
+};
+template <typename T, int D>
+MSL_DEVICE void tile_queries(TileQueries<T, D>& a, const T* queries, uint sg, uint lane) {
+  queries += (16 * sg + matrix_row(lane)) * D + matrix_column(lane);
+#pragma unroll
+  for (int i = 0; i < D / 4; i++)
+    a.left[i] =
+        *reinterpret_cast<const vec<T, 2>*>(queries + i / 2 % 2 * 8 * D + i / 4 * 16 + i % 2 * 8);
+}
+template <typename T, int D>
+MSL_DEVICE void tile_scores(vec<float, 2>* c, const TileQueries<T, D>& a, const T* tile) {
   const int lane = int(threadIdx.x & 31u), matrix = lane / 8;
 #pragma unroll
   for (int i = 0; i < TILE_ROWS / 4; i++)
@@ -136,8 +182,8 @@ MSL_DEVICE void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile)
     for (int n = 0; n < TILE_ROWS / 8; n += 2) {
       vec<T, 2> b[4];
       load_rows(b, tile, tile_chunk<D>(8 * (n + matrix / 2) + lane % 8, 2 * k + matrix % 2));
-      matrix_multiply_add(c + 2 * n, a + 4 * k, b);
-      matrix_multiply_add(c + 2 * n + 2, a + 4 * k, b + 2);
+      matrix_multiply_add(c + 2 * n, a.left + 4 * k, b);
+      matrix_multiply_add(c + 2 * n + 2, a.left + 4 * k, b + 2);
     }
   }
 }
@@ -155,7 +201,7 @@ MSL_DEVICE void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile
     }
   }
 }
-template <int N>
+template <int N, int LATER>
 MSL_DEVICE void tile_wait(vec<float, 2>*) {}
 
 #endif
@@ -166,5 +212,8 @@ using metal::matrix_rounded;
 using metal::tile_barrier;
 using metal::tile_chunk;
 using metal::tile_outputs;
+using metal::tile_queries;
+using metal::tile_query;
 using metal::tile_scores;
 using metal::tile_wait;
+using metal::TileQueries;

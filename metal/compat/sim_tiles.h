@@ -4,6 +4,8 @@
 
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
+#define TILE_BUFFERS 1
+#define TILE_QUERIES 0
 
 namespace metal {
 
@@ -37,14 +39,30 @@ inline void left_rows(float (*left)[16], const vec<T, 2>* a, const char* name,
     }
   }
 }
+template <int D>
+inline int tile_query(int row, int d) {
+  return row * D + d;
+}
 template <typename T, int D>
-inline void tile_scores(vec<float, 2>* c, const vec<T, 2>* a, const T* tile, MSL_SITE) {
+struct TileQueries {
+  vec<T, 2> left[D / 4];
+};
+template <typename T, int D>
+inline void tile_queries(TileQueries<T, D>& a, const T* queries, uint sg, uint lane) {
+  const uint row = matrix_row(lane), column = matrix_column(lane);
+  for (int i = 0; i < D / 4; i++) {
+    const T* at = queries + (16 * sg + row + i / 2 % 2 * 8) * D + i / 4 * 16 + i % 2 * 8 + column;
+    a.left[i] = vec<T, 2>(at[0], at[1]);
+  }
+}
+template <typename T, int D>
+inline void tile_scores(vec<float, 2>* c, const TileQueries<T, D>& a, const T* tile, MSL_SITE) {
   const uint column = matrix_column(vqkv::sim::lane());
   for (int i = 0; i < TILE_ROWS / 4; i++)
     c[i] = vec<float, 2>(0.0f);
   for (int k = 0; k < D / 16; k++) {
     float left[2][16];
-    left_rows(left, a + 4 * k, "tile_scores", site);
+    left_rows(left, a.left + 4 * k, "tile_scores", site);
     for (int n = 0; n < TILE_ROWS / 8; n++) {
       for (int j = 0; j < 2; j++) {
         const T* row = tile + (8 * n + column + j) * D + 16 * k;
@@ -73,7 +91,7 @@ inline void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile, MS
     }
   }
 }
-template <int N>
+template <int N, int LATER>
 inline void tile_wait(vec<float, 2>*) {}
 #undef MSL_SITE
 
@@ -83,5 +101,8 @@ using metal::matrix_rounded;
 using metal::tile_barrier;
 using metal::tile_chunk;
 using metal::tile_outputs;
+using metal::tile_queries;
+using metal::tile_query;
 using metal::tile_scores;
 using metal::tile_wait;
+using metal::TileQueries;
