@@ -12,10 +12,20 @@ void set_reference_hook(ReferenceHook h) {
   hook() = std::move(h);
 }
 
-std::function<std::vector<mx::array>(const std::vector<mx::array>&)> reference(std::string op,
-                                                                               Scalars scalars) {
+ArrayFunction reference(std::string op, Scalars scalars) {
   return [op = std::move(op), scalars = std::move(scalars)](const std::vector<mx::array>& inputs) {
     return hook()(op, inputs, scalars);
+  };
+}
+
+ArrayFunction reference_in(ArrayFunction f, std::vector<mx::array> all, std::vector<int> which) {
+  return [f = std::move(f), all = std::move(all),
+          which = std::move(which)](const std::vector<mx::array>& args) {
+    auto inputs = all;
+    for (size_t i = 0; i < which.size(); ++i) {
+      inputs[which[i]] = args[i];
+    }
+    return f(inputs);
   };
 }
 

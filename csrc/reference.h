@@ -17,10 +17,14 @@ using Scalars = std::map<std::string, double>;
 using ReferenceHook = std::function<std::vector<mx::array>(
     const std::string& op, const std::vector<mx::array>& inputs, const Scalars& scalars)>;
 
+using ArrayFunction = std::function<std::vector<mx::array>(const std::vector<mx::array>&)>;
+
 void set_reference_hook(ReferenceHook hook);
 
 /** The reference of `op` as a function of its array inputs. */
-std::function<std::vector<mx::array>(const std::vector<mx::array>&)> reference(std::string op,
-                                                                               Scalars scalars);
+ArrayFunction reference(std::string op, Scalars scalars);
+
+/** A function of the inputs `which` of `f`; the others stay those of `all`. */
+ArrayFunction reference_in(ArrayFunction f, std::vector<mx::array> all, std::vector<int> which);
 
 }  // namespace vqkv

@@ -71,6 +71,17 @@ def poison():
     return fill
 
 
+@pytest.fixture
+def model():
+    """A tiny one of mlx_lm, which the other tests do not need."""
+    import tiny
+    from vqkv_ext.adapters.mlx_lm import disable_attention
+
+    made = tiny.llama(tied=False)
+    yield made
+    disable_attention(made)
+
+
 @pytest.fixture(scope="session")
 def simulated() -> bool:
     return _ext.simulated()

@@ -28,10 +28,10 @@ BASE = Spec(
 )  # fmt: skip
 
 
-def spec_of(dims: int, width: int, **changes) -> Spec:
+def spec_of(dims: int, width: int, base: Spec = BASE, **changes) -> Spec:
     key, value = CODES[dims]
     widths = {"key_width": width, "value_width": width}
-    return replace(BASE, **{"key": key, "value": value} | widths | changes)
+    return replace(base, **{"key": key, "value": value} | widths | changes)
 
 
 def ran(spec: Spec, dims: int, rows: int) -> None:

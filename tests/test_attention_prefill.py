@@ -6,11 +6,13 @@ Elsewhere these calls run the same code as all others, and must keep the same bo
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import test_attention_matrix
 from attention_cases import Spec, build, sinks_of
 from attention_oracle import check
 from oracle import EPS, f64
@@ -24,10 +26,7 @@ BASE = Spec(
 )  # fmt: skip
 
 
-def spec_of(dims: int, width: int, **changes) -> Spec:
-    key, value = CODES[dims]
-    widths = {"key_width": width, "value_width": width}
-    return replace(BASE, **{"key": key, "value": value} | widths | changes)
+spec_of = partial(test_attention_matrix.spec_of, base=BASE)
 
 
 def ran(spec: Spec, dims: int) -> None:

@@ -103,6 +103,48 @@ def test_a_failed_first_append_leaves_it_empty(rng, rows):
     assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
 
 
+def test_bad_input_changes_nothing(rng):
+    pair = codecs(rng)
+    cache = CompressedKVCache(*pair, SMALL)
+    k, v = tokens(rng, 30)
+    feed(cache, (k, v), [30])
+    before, n = codes(cache), cache.nbytes
+    for args, message in (
+        ((k[..., :32], v), "keys must have the codec's head_dim 64, but got 32"),
+        ((k, v[:, :, :3]), "keys and values must be"),
+        ((k[0], v[0]), "keys and values must be"),
+        ((k[:, :1], v[:, :1]), "keys must have the codec's 2 heads, but got 1"),
+        ((k.astype(mx.float16), v), "share a floating dtype"),
+        ((k.astype(mx.float16), v.astype(mx.float16)), "like those held"),
+        ((mx.repeat(k, 2, 0), mx.repeat(v, 2, 0)), "like those held"),
+        ((k.astype(mx.int32), v.astype(mx.int32)), "share a floating dtype"),
+    ):
+        with pytest.raises(ValueError, match=r"\[CompressedKVCache\].*" + message):
+            cache.update_and_fetch(*args)
+        assert cache.offset == 30 and cache.nbytes == n and same(codes(cache), before)
+    with pytest.raises(TypeError, match="must be MLX arrays, but got ndarray and list"):
+        cache.update_and_fetch(np.array(k), [v])
+    with pytest.raises(TypeError, match="n must be an integer, but got 1.5"):
+        cache.trim(1.5)
+    for counts in ((1, 2), (30, 29, 10), (300, 16, 10), (30, -8, 2)):
+        state = (*cache.state[:2], counts, *cache.state[3:])
+        with pytest.raises(ValueError, match=r"the state must .* but got counts \("):
+            cache.state = state
+    assert cache.offset == 30 and cache.config == SMALL and same(codes(cache), before)
+
+
+def test_config_errors():
+    for kw in ({"sink_tokens": -1}, {"window": 1.5}, {"block": 0}, {"block": True}):
+        with pytest.raises(ValueError, match=r"\[CacheConfig\] \w+ must be an integer"):
+            CacheConfig(**kw)
+    with pytest.raises(ValueError, match="use_metal_kernels must be None, True or False"):
+        CacheConfig(use_metal_kernels="yes")
+    with pytest.raises(TypeError, match="must be codecs, but got str"):
+        CompressedKVCache("centred-4bit", "centred-4bit")
+    with pytest.raises(RuntimeError, match="keys must be held to be set"):
+        CompressedKVCache(HalfCodec(64), HalfCodec(64)).keys = mx.zeros((1, 2, 3, 64))
+
+
 def test_refusals(rng):
     cache = CompressedKVCache(*codecs(rng), SMALL)
     for shape in ((1, 2, 0, 64), (0, 2, 3, 64)):

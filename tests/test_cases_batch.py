@@ -14,19 +14,12 @@ import tiny
 from test_cache import CONFIGS, SMALL, codecs, codes, feed, same, tokens
 from test_cases_cache import WHICH, both, coded, exempt, greedy
 from vqkv_ext import ops
-from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
+from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.batch_cache import BatchCompressedKVCache
 from vqkv_ext.cache import CacheConfig, CompressedKVCache
 from vqkv_ext.codecs import presets
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
-
-
-@pytest.fixture
-def model():
-    m = tiny.llama(tied=False)
-    yield m
-    disable_attention(m)
 
 
 def finish(batch, found=None, last=None):

@@ -30,13 +30,6 @@ both = pytest.mark.parametrize("which", WHICH)
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
-@pytest.fixture
-def model():
-    m = tiny.llama(tied=False)
-    yield m
-    disable_attention(m)
-
-
 def greedy(model, cache, prompt, n, **kw):
     steps = generate_step(mx.array(prompt), model, max_tokens=n, prompt_cache=cache, **kw)
     return [int(token) for token, _ in steps]

@@ -21,13 +21,6 @@ from vqkv_ext.codecs import presets
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
-@pytest.fixture
-def model():
-    m = tiny.llama(tied=False)
-    yield m
-    disable_attention(m)
-
-
 CONTINUE = """
 import sys, mlx.core as mx, tiny
 from mlx_lm.generate import generate_step

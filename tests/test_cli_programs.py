@@ -120,6 +120,8 @@ def test_arguments_that_do_not_fit(model, calibration, capsys):
         assert f"{option} must not be given" in fails(capsys, *prompt, f"{option}=4")
     assert "--kv-bits must not be given" in fails(capsys, "serve", "--kv-bits", "4")
     assert "--max-kv-size must not be given" in fails(capsys, "chat", "--max-kv-size", "9")
+    for given in (["--model", "x.gguf"], ["--model=x.gguf"]):
+        assert "only `vqkv eval` and `vqkv calibrate` read GGUF" in fails(capsys, "chat", *given)
     assert "unrecognized arguments: --tokens 3" in fails(capsys, "info", "--tokens", "3")
     assert "expected one argument" in fails(capsys, *prompt, "--kv")
     assert "but got 'vecinfer-2bit'" in fails(capsys, *prompt, "--kv", "vecinfer-2bit")

@@ -138,6 +138,8 @@ def _vqkv(arguments: list[str], monkeypatch) -> None:
         return _served(arguments)
     if command == "bench":
         arguments = [re.sub(r"^\d{3,}$", "256", a) for a in arguments]
+    if "--needle" in arguments:
+        arguments = [*arguments, "--needle", "1024", "1100", "--needles", "10"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nq\n"))
     assert cli.main([*arguments, *SMALLER.get(command, [])]) == 0
 

@@ -43,7 +43,6 @@ MAX_BUFFERS = 31  # argument slots of a Metal kernel, the params included
 SPACES = {"1": "device", "2": "constant", "3": "threadgroup", "5": "thread"}  # as in check.h
 SPACE = re.compile(rf"\b(?:{'|'.join(SPACES.values())})\b")
 ATTRIBUTE = re.compile(r"__attribute__\(\(address_space\((\d)\)\)\)")
-KERNEL = re.compile(r'__attribute__\(\(annotate\("kernel"\)\)\)\s+void\s+(\w+)\s*\(')
 NODE = re.compile(r"^([| `-]*)(\w+) 0x[0-9a-f]+ ")
 POINTER_NODES = {
     "ParmVarDecl",

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "attention/cpu_call.h"
-#include "cpu/kernels.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel.h"
 
@@ -29,17 +28,6 @@ void turn(const BasisParams& b, const float* diagonal, int width, bool inverse, 
   t.out_type = Real::f32;
   t.scratch = scratch;
   kernels().hadamard(t);
-}
-
-/** Memory of the calling thread, kept between calls. */
-float* thread_memory(int64_t floats) {
-  thread_local std::unique_ptr<float[]> memory;
-  thread_local int64_t size = 0;
-  if (size < floats) {
-    memory.reset(new float[floats]);
-    size = floats;
-  }
-  return memory.get();
 }
 
 /** Query rows of a kv head, cut into tiles; row i is query i / G, head i % G of the GQA group. */
@@ -66,7 +54,8 @@ class Job {
     const int parts = splits + 1;  // the last is the tail
     if (splits == 1) {
       parallel_for(tasks, [&](int64_t i) {
-        float* memory = thread_memory(query_floats + scratch_floats + parts * partial_floats);
+        float* memory =
+            thread_scratch<Call>(query_floats + scratch_floats + parts * partial_floats);
         float* partials = memory + query_floats + scratch_floats;
         const Tile t(*this, i);
         for (int part = 0; part < parts; ++part) {
@@ -78,7 +67,7 @@ class Job {
     }
     std::unique_ptr<float[]> partials(new float[tasks * parts * partial_floats]);
     parallel_for(tasks * parts, [&](int64_t i) {
-      float* memory = thread_memory(query_floats + scratch_floats);
+      float* memory = thread_scratch<Call>(query_floats + scratch_floats);
       attend(Tile(*this, i / parts), static_cast<int>(i % parts), splits, memory,
              partials.get() + i * partial_floats);
     });
@@ -124,7 +113,7 @@ class Job {
       turn(p.key_basis, diagonal + head * width, width, false,
            c.in[kQuery] + first * width * c.dtype.size(), real_type(c.dtype),
            std::min(kRows, rows - at), turned.get() + first * width,
-           thread_memory(hadamard_scratch(width, 1)));
+           thread_scratch<Call>(hadamard_scratch(width, 1)));
     });
   }
 

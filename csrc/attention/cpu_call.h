@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "attention/primitive.h"
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 
 namespace vqkv {
 
@@ -44,10 +44,6 @@ inline Visible visible(const AttentionParams& p, const int32_t* layout, int quer
   v.begin = clamp(boundary - start + sinks, std::min<int64_t>(sinks, p.tail), p.tail);
   v.end = clamp(seen - start + sinks, v.begin, p.tail);
   return v;
-}
-
-inline Real real_type(mx::Dtype t) {
-  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
 }
 
 inline int channels(const CodeParams& c) {

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <iterator>
 
-#include "backend/backend.h"
 #include "contiguous.h"
+#include "evaluate.h"
 #include "hadamard/op.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
@@ -126,31 +126,25 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
 }
 
 void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  std::vector<mx::array> temporaries;
-  auto all = in_order(in, stream(), temporaries);
-  auto p = attention_params(all, spec_);
-  if (backend::simulated()) {
-    auto launches = attention_launch(all, out, p, temporaries);
-    backend::run_simulated(stream(), launches, temporaries);
-  } else {
-    attention_cpu(all, out, p, stream());
-    mx::cpu::get_command_encoder(stream()).add_temporaries(temporaries);
-  }
+  std::vector<mx::array> copies;
+  evaluate_cpu(
+      out, stream(),
+      [&](auto& temporaries) {
+        auto all = in_order(in, stream(), temporaries);
+        return attention_launch(all, out, attention_params(all, spec_), temporaries);
+      },
+      [&] {
+        auto all = in_order(in, stream(), copies);
+        attention_cpu(all, out, attention_params(all, spec_), stream());
+      });
+  mx::cpu::get_command_encoder(stream()).add_temporaries(std::move(copies));
 }
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  std::vector<mx::array> temporaries;
-  auto all = in_order(in, stream(), temporaries);
-  auto launches = attention_launch(all, out, attention_params(all, spec_), temporaries);
-  backend::run_gpu(stream(), launches, temporaries);
+  evaluate_gpu(out, stream(), [&](auto& temporaries) {
+    auto all = in_order(in, stream(), temporaries);
+    return attention_launch(all, out, attention_params(all, spec_), temporaries);
+  });
 }
 
 std::vector<mx::Shape> Attention::output_shapes(const std::vector<mx::array>& in) {
@@ -193,14 +187,8 @@ std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto ref = reference("attention", scalars());
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = with_layout(primals, spec_, stream());
-    for (size_t i = 0; i < argnums.size(); ++i) {
-      all[argnums[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("attention", scalars()), with_layout(primals, spec_, stream()),
+                        argnums);
   return mx::vjp(f, some, cotangents).second;
 }
 
@@ -211,14 +199,8 @@ std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto ref = reference("attention", scalars());
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = with_layout(primals, spec_, stream());
-    for (size_t i = 0; i < argnums.size(); ++i) {
-      all[argnums[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("attention", scalars()), with_layout(primals, spec_, stream()),
+                        argnums);
   return mx::jvp(f, some, tangents).second;
 }
 
@@ -236,7 +218,8 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
   // not of the batch, and so without an axis that could take the mapped one
   constexpr int kShared[] = {kKeyTable, kPairTable,   kValueTable,
                              kSinks,    kKeyDiagonal, kValueDiagonal};
-  const bool used[] = {true, spec_.pair_stride > 0, true, spec_.sinks, spec_.key_turned, spec_.value_turned};
+  const bool used[] = {true,        spec_.pair_stride > 0, true,
+                       spec_.sinks, spec_.key_turned,      spec_.value_turned};
   bool shared_mapped = false;
   for (size_t i = 0; i < std::size(kShared); ++i) {
     shared_mapped = shared_mapped || (used[i] && axes[kShared[i]] >= 0);

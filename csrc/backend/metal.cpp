@@ -3,7 +3,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <mutex>
 
 #include "backend/backend.h"
 #include "mlx/backend/metal/device.h"

@@ -1,7 +1,6 @@
 #include <algorithm>
-#include <memory>
 
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 #include "hadamard/op.h"
 #include "hadamard/primitive.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -11,20 +10,6 @@ namespace vqkv {
 namespace {
 
 constexpr int64_t kValuesPerTask = 32 * 1024;
-
-Real real_type(mx::Dtype t) {
-  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
-}
-
-float* scratch(int64_t floats) {
-  thread_local std::unique_ptr<float[]> held;
-  thread_local int64_t size = 0;
-  if (size < floats) {
-    held.reset(new float[floats]);
-    size = floats;
-  }
-  return held.get();
-}
 
 /** body(first row, rows, sequence) for parts of sequences of `seq` rows, in parallel. */
 template <typename Body>
@@ -70,7 +55,7 @@ void hadamard_cpu(const mx::array& x, const mx::array& signs, mx::array& out, bo
           part.out = out + row * out_size;
           part.count = count;
           part.signs += run % p.heads * t.width;
-          part.scratch = scratch(hadamard_scratch(t.width, 1));
+          part.scratch = thread_scratch<HadamardTile>(hadamard_scratch(t.width, 1));
           kernels().hadamard(part);
         });
       });
@@ -111,7 +96,8 @@ void hadamard_quantize_cpu(const std::vector<mx::array>& in, std::vector<mx::arr
                     part.rows.x = x + row * in_size;
                     part.rows.count = count;
                     part.rows.signs += row / p.seq % p.heads * width;
-                    part.rows.scratch = scratch(hadamard_scratch(width, groups));
+                    part.rows.scratch =
+                        thread_scratch<HadamardTile>(hadamard_scratch(width, groups));
                     part.table = table;
                     part.packed += row * p.bytes;
                     part.scales += row;

@@ -1,7 +1,8 @@
 #include "hadamard/primitive.h"
 
-#include "backend/backend.h"
+#include "evaluate.h"
 #include "mlx/ops.h"
+#include "vmap.h"
 
 namespace vqkv {
 namespace {
@@ -22,33 +23,19 @@ mx::array reduce_to_signs(const mx::array& g, const mx::array& signs, mx::Stream
   return mx::sum(g, axes, false, s);
 }
 
-/** Input i of n mapped calls, all calls along axis 0. */
-mx::array mapped(const std::vector<mx::array>& in, const std::vector<int>& axes, size_t i,
-                 mx::Stream s) {
-  return axes[i] >= 0 ? mx::moveaxis(in[i], axes[i], 0, s) : in[i];
-}
-
 }  // namespace
 
 // ---- Hadamard ----
 
 void Hadamard::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(stream(), hadamard_launch(in[0], in[1], out[0], inverse_), {});
-  } else {
-    hadamard_cpu(in[0], in[1], out[0], inverse_, stream());
-  }
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return hadamard_launch(in[0], in[1], out[0], inverse_); },
+      [&] { hadamard_cpu(in[0], in[1], out[0], inverse_, stream()); });
 }
 
 void Hadamard::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    backend::run_gpu(stream(), hadamard_launch(in[0], in[1], out[0], inverse_), {});
-  }
+  evaluate_gpu(out, stream(),
+               [&](auto&) { return hadamard_launch(in[0], in[1], out[0], inverse_); });
 }
 
 std::vector<mx::Shape> Hadamard::output_shapes(const std::vector<mx::array>& in) {
@@ -94,7 +81,8 @@ std::vector<mx::array> Hadamard::jvp(const std::vector<mx::array>& primals,
 std::pair<std::vector<mx::array>, std::vector<int>> Hadamard::vmap(const std::vector<mx::array>& in,
                                                                    const std::vector<int>& axes) {
   auto s = stream();
-  auto x = mapped(in, axes, 0, s), signs = mapped(in, axes, 1, s);
+  auto front = calls_first(in, axes, s);
+  auto x = front[0], signs = front[1];
   if (axes[1] < 0) {
     return {{hadamard(x, signs, inverse_, dtype_, s)}, {0}};
   }
@@ -118,22 +106,13 @@ std::pair<std::vector<mx::array>, std::vector<int>> Hadamard::vmap(const std::ve
 // ---- HadamardQuantize ----
 
 void HadamardQuantize::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(stream(), hadamard_quantize_launch(in, out, code_), {});
-  } else {
-    hadamard_quantize_cpu(in, out, code_, stream());
-  }
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return hadamard_quantize_launch(in, out, code_); },
+      [&] { hadamard_quantize_cpu(in, out, code_, stream()); });
 }
 
 void HadamardQuantize::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    backend::run_gpu(stream(), hadamard_quantize_launch(in, out, code_), {});
-  }
+  evaluate_gpu(out, stream(), [&](auto&) { return hadamard_quantize_launch(in, out, code_); });
 }
 
 std::vector<mx::Shape> HadamardQuantize::output_shapes(const std::vector<mx::array>& in) {
@@ -169,40 +148,11 @@ std::pair<std::vector<mx::array>, std::vector<int>> HadamardQuantize::vmap(
     return hadamard_quantize(a[0], a[1], a[2], code_.bits, row_scale_name(code_.kind), block,
                              optional(3), optional(4), s);
   };
-  int n = 0;
-  std::vector<mx::array> front;
-  for (size_t i = 0; i < in.size(); ++i) {
-    front.push_back(mapped(in, axes, i, s));
-    n = axes[i] >= 0 ? front[i].shape(0) : n;
+  if (axes[1] >= 0 || axes[2] >= 0) {
+    return map_calls(in, axes, s, call);
   }
-  const std::vector<int> zeros(code_.block ? 4 : 2, 0);
-  if (axes[1] < 0 && axes[2] < 0) {
-    for (size_t i : {0, 3, 4}) {  // the calls become a leading axis of x and centres
-      if (i < in.size() && axes[i] < 0) {
-        auto shape = in[i].shape();
-        shape.insert(shape.begin(), n);
-        front[i] = mx::broadcast_to(front[i], shape, s);
-      }
-    }
-    return {call(front), zeros};
-  }
-  // Tables that differ from call to call have no kernel: one call each, stacked.
-  std::vector<std::vector<mx::array>> parts(zeros.size());
-  for (int k = 0; k < n; ++k) {
-    auto one = front;
-    for (size_t i = 0; i < in.size(); ++i) {
-      one[i] = axes[i] >= 0 ? mx::take(front[i], k, 0, s) : front[i];
-    }
-    auto out = call(one);
-    for (size_t j = 0; j < out.size(); ++j) {
-      parts[j].push_back(out[j]);
-    }
-  }
-  std::vector<mx::array> out;
-  for (auto& p : parts) {
-    out.push_back(mx::stack(p, 0, s));
-  }
-  return {out, zeros};
+  auto out = call(calls_first(in, axes, s, {0, 3, 4}));
+  return {out, std::vector<int>(out.size(), 0)};
 }
 
 }  // namespace vqkv

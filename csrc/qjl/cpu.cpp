@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel.h"
 #include "qjl/op.h"
@@ -16,21 +16,6 @@ using Floats = std::unique_ptr<float[]>;
 
 Floats floats(int64_t n) {
   return Floats(new float[n]);
-}
-
-/** Memory of this thread for `n` floats, valid until the next call. */
-float* scratch(int64_t n) {
-  thread_local Floats held;
-  thread_local int64_t size = 0;
-  if (size < n) {
-    held = floats(n);
-    size = n;
-  }
-  return held.get();
-}
-
-Real real_type(mx::Dtype t) {
-  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
 }
 
 /** [channels, dims] as panels [dims, kQjlPanel] of sketch rows, zeros after the last row. */
@@ -65,7 +50,7 @@ void multiply(const QjlParams& p, const char* x, Real type, const float* sketch,
     t.dims = p.dims;
     t.channels = p.channels;
     t.sketch = packed.get();
-    t.scratch = scratch(int64_t(kQjlRows) * p.dims);
+    t.scratch = thread_scratch<QjlTile>(int64_t(kQjlRows) * p.dims);
     t.signs = signs ? signs + row * (p.channels / 8) : nullptr;
     t.norms = norms ? norms + row : nullptr;
     t.products = products ? products + row * p.channels : nullptr;
@@ -108,7 +93,7 @@ void qjl_inner_product_cpu(const std::vector<mx::array>& in, mx::array& out, con
           t.unit = p.unit;
           t.out = out + head * p.rows * p.tokens + token;
           t.out_stride = p.tokens;
-          t.scratch = scratch(int64_t(kQjlPanel) * p.channels);
+          t.scratch = thread_scratch<QjlTile>(int64_t(kQjlPanel) * p.channels);
           kernels().qjl_scores(t);
         });
       });

@@ -1,6 +1,5 @@
 #include "qjl/op.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numbers>
 

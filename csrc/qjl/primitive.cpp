@@ -2,30 +2,15 @@
 
 #include <algorithm>
 
-#include "backend/backend.h"
+#include "evaluate.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "qjl/op.h"
 #include "reference.h"
+#include "vmap.h"
 
 namespace vqkv {
 namespace {
-
-/** Entry i of an input that vmap maps over axis 0, or the input itself. */
-mx::array entry(const mx::array& a, bool mapped, int i, mx::Stream s) {
-  return mapped ? mx::take(a, i, 0, s) : a;
-}
-
-/** Inputs with their mapped axis, if they have one, in front; the number of entries in `n`. */
-std::vector<mx::array> mapped_first(const std::vector<mx::array>& in, const std::vector<int>& axes,
-                                    mx::Stream s, int& n) {
-  std::vector<mx::array> front;
-  for (size_t i = 0; i < in.size(); ++i) {
-    front.push_back(axes[i] > 0 ? mx::moveaxis(in[i], axes[i], 0, s) : in[i]);
-    n = axes[i] >= 0 ? in[i].shape(axes[i]) : n;
-  }
-  return front;
-}
 
 /** x / ||x|| in float32, zero for a zero vector: the derivative of the norm. */
 mx::array direction(const mx::array& x, mx::Stream s) {
@@ -40,22 +25,13 @@ mx::array direction(const mx::array& x, mx::Stream s) {
 // ---- QjlEncode ----
 
 void QjlEncode::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(stream(), qjl_encode_launch(in[0], in[1], out), {});
-  } else {
-    qjl_encode_cpu(in[0], in[1], out, stream());
-  }
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return qjl_encode_launch(in[0], in[1], out); },
+      [&] { qjl_encode_cpu(in[0], in[1], out, stream()); });
 }
 
 void QjlEncode::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    backend::run_gpu(stream(), qjl_encode_launch(in[0], in[1], out), {});
-  }
+  evaluate_gpu(out, stream(), [&](auto&) { return qjl_encode_launch(in[0], in[1], out); });
 }
 
 std::vector<mx::Shape> QjlEncode::output_shapes(const std::vector<mx::array>& in) {
@@ -102,44 +78,24 @@ std::vector<mx::array> QjlEncode::jvp(const std::vector<mx::array>& primals,
 
 std::pair<std::vector<mx::array>, std::vector<int>> QjlEncode::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
-  auto s = stream();
-  int n = 0;
-  auto front = mapped_first(in, axes, s, n);
-  if (axes[1] < 0) {
-    return {qjl_encode(front[0], front[1], s), {0, 0}};
-  }
-  std::vector<mx::array> signs, norms;
-  for (int i = 0; i < n; ++i) {
-    auto one = qjl_encode(entry(front[0], axes[0] >= 0, i, s), entry(front[1], true, i, s), s);
-    signs.push_back(one[0]);
-    norms.push_back(one[1]);
-  }
-  return {{mx::stack(signs, 0, s), mx::stack(norms, 0, s)}, {0, 0}};
+  return map_tables(in, axes, stream(), [&](const std::vector<mx::array>& a) {
+    return qjl_encode(a[0], a[1], stream());
+  });
 }
 
 // ---- QjlInnerProduct ----
 
 void QjlInnerProduct::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    std::vector<mx::array> temporaries;
-    auto launches = qjl_inner_product_launch(in, out[0], temporaries);
-    backend::run_simulated(stream(), launches, temporaries);
-  } else {
-    qjl_inner_product_cpu(in, out[0], stream());
-  }
+  evaluate_cpu(
+      out, stream(),
+      [&](auto& temporaries) { return qjl_inner_product_launch(in, out[0], temporaries); },
+      [&] { qjl_inner_product_cpu(in, out[0], stream()); });
 }
 
 void QjlInnerProduct::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    std::vector<mx::array> temporaries;
-    auto launches = qjl_inner_product_launch(in, out[0], temporaries);
-    backend::run_gpu(stream(), launches, temporaries);
-  }
+  evaluate_gpu(out, stream(), [&](auto& temporaries) {
+    return qjl_inner_product_launch(in, out[0], temporaries);
+  });
 }
 
 std::vector<mx::Shape> QjlInnerProduct::output_shapes(const std::vector<mx::array>& in) {
@@ -161,14 +117,7 @@ std::vector<mx::array> QjlInnerProduct::vjp(const std::vector<mx::array>& primal
       which.push_back(a);
     }
   }
-  auto ref = reference("qjl_inner_product", {});
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
-    for (size_t i = 0; i < which.size(); ++i) {
-      all[which[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("qjl_inner_product", {}), primals, which);
   auto found = some.empty() ? some : mx::vjp(f, some, cotangents).second;
   std::vector<mx::array> grads;
   for (int a : argnums) {
@@ -196,14 +145,7 @@ std::vector<mx::array> QjlInnerProduct::jvp(const std::vector<mx::array>& primal
   if (some.empty()) {
     return {mx::zeros(output_shapes(primals)[0], mx::float32, stream())};
   }
-  auto ref = reference("qjl_inner_product", {});
-  auto f = [&](const std::vector<mx::array>& args) {
-    auto all = primals;
-    for (size_t i = 0; i < which.size(); ++i) {
-      all[which[i]] = args[i];
-    }
-    return ref(all);
-  };
+  auto f = reference_in(reference("qjl_inner_product", {}), primals, which);
   return mx::jvp(f, some, directions).second;
 }
 
@@ -211,24 +153,13 @@ std::vector<mx::array> QjlInnerProduct::jvp(const std::vector<mx::array>& primal
 std::pair<std::vector<mx::array>, std::vector<int>> QjlInnerProduct::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
   auto s = stream();
-  int n = 0;
-  auto front = mapped_first(in, axes, s, n);
+  auto call = [&](const std::vector<mx::array>& a) {
+    return std::vector<mx::array>{qjl_inner_product(a[0], a[1], a[2], a[3], s)};
+  };
   if (axes[1] >= 0) {
-    std::vector<mx::array> parts;
-    for (int i = 0; i < n; ++i) {
-      auto at = [&](int k) { return entry(front[k], axes[k] >= 0, i, s); };
-      parts.push_back(qjl_inner_product(at(0), at(1), at(2), at(3), s));
-    }
-    return {{mx::stack(parts, 0, s)}, {0}};
+    return map_calls(in, axes, s, call);
   }
-  for (int k : {0, 2, 3}) {
-    if (axes[k] < 0) {
-      auto shape = front[k].shape();
-      shape.insert(shape.begin(), n);
-      front[k] = mx::broadcast_to(front[k], shape, s);
-    }
-  }
-  return {{qjl_inner_product(front[0], front[1], front[2], front[3], s)}, {0}};
+  return {call(calls_first(in, axes, s, {0, 2, 3})), {0}};
 }
 
 }  // namespace vqkv

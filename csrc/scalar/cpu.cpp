@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel.h"
 #include "scalar/op.h"
@@ -25,10 +25,6 @@ void each_part(const ScalarParams& p, Body body) {
       body(row * p.n + at, row * p.bytes + at / 8 * p.bits, count);
     }
   });
-}
-
-Real real_type(mx::Dtype t) {
-  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
 }
 
 }  // namespace

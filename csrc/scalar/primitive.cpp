@@ -1,64 +1,21 @@
 #include "scalar/primitive.h"
 
-#include "backend/backend.h"
+#include "evaluate.h"
 #include "mlx/ops.h"
 #include "scalar/op.h"
+#include "vmap.h"
 
 namespace vqkv {
-namespace {
-
-/** Give `out` memory, then fill it: launch() for the GPU and the simulator, or native(). */
-template <typename Launches, typename Native>
-void run_cpu(mx::array& out, mx::Stream s, Launches launches, Native native) {
-  backend::allocate(out, s);
-  if (out.size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(s, launches(), {});
-  } else {
-    native();
-  }
-}
-
-template <typename Launches>
-void run_gpu(mx::array& out, mx::Stream s, Launches launches) {
-  backend::allocate(out, s);
-  if (out.size() > 0) {
-    backend::run_gpu(s, launches(), {});
-  }
-}
-
-// vmap over centroids has no kernel of its own: one call per entry, stacked.
-template <typename F>
-std::pair<std::vector<mx::array>, std::vector<int>> map_both(const std::vector<mx::array>& in,
-                                                             const std::vector<int>& axes,
-                                                             mx::Stream s, F call) {
-  auto first = axes[0] >= 0 ? mx::moveaxis(in[0], axes[0], 0, s) : in[0];
-  if (axes[1] < 0) {
-    return {{call(first, in[1])}, {0}};
-  }
-  auto centroids = mx::moveaxis(in[1], axes[1], 0, s);
-  std::vector<mx::array> parts;
-  for (int i = 0; i < centroids.shape(0); ++i) {
-    parts.push_back(
-        call(axes[0] >= 0 ? mx::take(first, i, 0, s) : first, mx::take(centroids, i, 0, s)));
-  }
-  return {{mx::stack(parts, 0, s)}, {0}};
-}
-
-}  // namespace
-
 // ---- PackBits ----
 
 void PackBits::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_cpu(
-      out[0], stream(), [&] { return pack_bits_launch(in[0], out[0], bits_); },
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return pack_bits_launch(in[0], out[0], bits_); },
       [&] { pack_bits_cpu(in[0], out[0], bits_, stream()); });
 }
 
 void PackBits::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_gpu(out[0], stream(), [&] { return pack_bits_launch(in[0], out[0], bits_); });
+  evaluate_gpu(out, stream(), [&](auto&) { return pack_bits_launch(in[0], out[0], bits_); });
 }
 
 std::vector<mx::Shape> PackBits::output_shapes(const std::vector<mx::array>& in) {
@@ -84,13 +41,13 @@ std::pair<std::vector<mx::array>, std::vector<int>> PackBits::vmap(const std::ve
 // ---- UnpackBits ----
 
 void UnpackBits::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_cpu(
-      out[0], stream(), [&] { return unpack_bits_launch(in[0], out[0], bits_); },
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return unpack_bits_launch(in[0], out[0], bits_); },
       [&] { unpack_bits_cpu(in[0], out[0], bits_, stream()); });
 }
 
 void UnpackBits::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_gpu(out[0], stream(), [&] { return unpack_bits_launch(in[0], out[0], bits_); });
+  evaluate_gpu(out, stream(), [&](auto&) { return unpack_bits_launch(in[0], out[0], bits_); });
 }
 
 std::vector<mx::Shape> UnpackBits::output_shapes(const std::vector<mx::array>& in) {
@@ -117,13 +74,14 @@ std::pair<std::vector<mx::array>, std::vector<int>> UnpackBits::vmap(
 // ---- QuantizeScalar ----
 
 void QuantizeScalar::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_cpu(
-      out[0], stream(), [&] { return quantize_scalar_launch(in[0], in[1], out[0], bits_); },
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return quantize_scalar_launch(in[0], in[1], out[0], bits_); },
       [&] { quantize_scalar_cpu(in[0], in[1], out[0], bits_, stream()); });
 }
 
 void QuantizeScalar::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_gpu(out[0], stream(), [&] { return quantize_scalar_launch(in[0], in[1], out[0], bits_); });
+  evaluate_gpu(out, stream(),
+               [&](auto&) { return quantize_scalar_launch(in[0], in[1], out[0], bits_); });
 }
 
 std::vector<mx::Shape> QuantizeScalar::output_shapes(const std::vector<mx::array>& in) {
@@ -145,21 +103,22 @@ std::vector<mx::array> QuantizeScalar::jvp(const std::vector<mx::array>& primals
 
 std::pair<std::vector<mx::array>, std::vector<int>> QuantizeScalar::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
-  return map_both(in, axes, stream(), [&](const mx::array& x, const mx::array& c) {
-    return quantize_scalar(x, c, bits_, stream());
+  return map_tables(in, axes, stream(), [&](const std::vector<mx::array>& a) {
+    return quantize_scalar(a[0], a[1], bits_, stream());
   });
 }
 
 // ---- DequantizeScalar ----
 
 void DequantizeScalar::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_cpu(
-      out[0], stream(), [&] { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); },
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); },
       [&] { dequantize_scalar_cpu(in[0], in[1], out[0], bits_, stream()); });
 }
 
 void DequantizeScalar::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  run_gpu(out[0], stream(), [&] { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); });
+  evaluate_gpu(out, stream(),
+               [&](auto&) { return dequantize_scalar_launch(in[0], in[1], out[0], bits_); });
 }
 
 std::vector<mx::Shape> DequantizeScalar::output_shapes(const std::vector<mx::array>& in) {
@@ -200,8 +159,8 @@ std::vector<mx::array> DequantizeScalar::jvp(const std::vector<mx::array>& prima
 
 std::pair<std::vector<mx::array>, std::vector<int>> DequantizeScalar::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
-  return map_both(in, axes, stream(), [&](const mx::array& packed, const mx::array& c) {
-    return dequantize_scalar(packed, c, bits_, n_, std::nullopt, stream());
+  return map_tables(in, axes, stream(), [&](const std::vector<mx::array>& a) {
+    return dequantize_scalar(a[0], a[1], bits_, n_, std::nullopt, stream());
   });
 }
 

@@ -1,7 +1,6 @@
 #include <algorithm>
-#include <memory>
 
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel.h"
 #include "trellis/primitive.h"
@@ -15,12 +14,6 @@ void trellis_encode_cpu(const std::vector<mx::array>& in, std::vector<mx::array>
       [p, x = in[0].data<float>(), table = in[1].data<float>(), codes = out[0].data<uint8_t>(),
        scales = reinterpret_cast<uint16_t*>(out[1].data<char>())] {
         parallel_for((p.rows + kHadamardRows - 1) / kHadamardRows, [&](int64_t task) {
-          thread_local std::unique_ptr<float[]> scratch;
-          thread_local int64_t size = 0;
-          if (size < trellis_scratch(p.width)) {
-            size = trellis_scratch(p.width);
-            scratch.reset(new float[size]);
-          }
           const int64_t row = task * kHadamardRows;
           TrellisTile t{};
           t.p = p;
@@ -29,7 +22,7 @@ void trellis_encode_cpu(const std::vector<mx::array>& in, std::vector<mx::array>
           t.table = table;
           t.codes = codes + row * p.bytes;
           t.scales = scales + row;
-          t.scratch = scratch.get();
+          t.scratch = thread_scratch<TrellisTile>(trellis_scratch(p.width));
           kernels().trellis_encode(t);
         });
       });

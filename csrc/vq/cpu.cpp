@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <cstring>
-#include <memory>
 
-#include "cpu/kernels.h"
+#include "cpu/task.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel.h"
 #include "vq/op.h"
@@ -38,25 +37,16 @@ struct Runs {
   }
 };
 
-Real real_type(mx::Dtype t) {
-  return t == mx::float32 ? Real::f32 : t == mx::float16 ? Real::f16 : Real::bf16;
-}
-
 void quantize(const VqParams& p, const char* x, Real type, const float* book, char* codes) {
   const Runs work(p);
   const int64_t value = type == Real::f32 ? 4 : 2, code = p.rows <= 256 ? 1 : 2;
   const int64_t book_size = int64_t(p.rows) * p.dims;
   work.each([&](int64_t vector, int64_t count, int64_t head) {
-    thread_local std::unique_ptr<float[]> scratch;
-    thread_local int64_t scratch_size = 0;
-    if (scratch_size < int64_t(p.dims) * kQuantizeLanes) {
-      scratch_size = int64_t(p.dims) * kQuantizeLanes;
-      scratch.reset(new float[scratch_size]);
-    }
+    float* scratch = thread_scratch<VqParams>(int64_t(p.dims) * kQuantizeLanes);
     for (int64_t g = 0; g < work.groups; ++g) {
       kernels().quantize({x + (vector + g) * p.dims * value, type, work.groups * p.dims, count,
                           book + (head * work.groups + g) * book_size, p.rows, p.dims,
-                          codes + (vector + g) * code, work.groups, scratch.get()});
+                          codes + (vector + g) * code, work.groups, scratch});
     }
   });
 }

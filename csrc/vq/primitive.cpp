@@ -1,50 +1,21 @@
 #include "vq/primitive.h"
 
-#include "backend/backend.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "evaluate.h"
 #include "mlx/ops.h"
+#include "vmap.h"
 #include "vq/op.h"
 
 namespace vqkv {
-namespace {
-
-// vmap over the codebook has no kernel of its own: one call per entry, stacked.
-template <typename F>
-std::pair<std::vector<mx::array>, std::vector<int>> map_both(const std::vector<mx::array>& in,
-                                                             const std::vector<int>& axes,
-                                                             mx::Stream s, F call) {
-  const int n = in[1].shape(axes[1]);
-  std::vector<mx::array> parts;
-  auto books = mx::moveaxis(in[1], axes[1], 0, s);
-  auto first = axes[0] >= 0 ? mx::moveaxis(in[0], axes[0], 0, s) : in[0];
-  for (int i = 0; i < n; ++i) {
-    auto at = [&](const mx::array& a) { return mx::take(a, i, 0, s); };
-    parts.push_back(call(axes[0] >= 0 ? at(first) : first, at(books)));
-  }
-  return {{mx::stack(parts, 0, s)}, {0}};
-}
-
-}  // namespace
-
 // ---- QuantizeVQ ----
 
 void QuantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(stream(), quantize_vq_launch(in[0], in[1], out[0]), {});
-  } else {
-    quantize_vq_cpu(in[0], in[1], out[0], stream());
-  }
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return quantize_vq_launch(in[0], in[1], out[0]); },
+      [&] { quantize_vq_cpu(in[0], in[1], out[0], stream()); });
 }
 
 void QuantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    backend::run_gpu(stream(), quantize_vq_launch(in[0], in[1], out[0]), {});
-  }
+  evaluate_gpu(out, stream(), [&](auto&) { return quantize_vq_launch(in[0], in[1], out[0]); });
 }
 
 std::vector<mx::Shape> QuantizeVQ::output_shapes(const std::vector<mx::array>& in) {
@@ -69,33 +40,21 @@ std::vector<mx::array> QuantizeVQ::jvp(const std::vector<mx::array>& primals,
 
 std::pair<std::vector<mx::array>, std::vector<int>> QuantizeVQ::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
-  auto s = stream();
-  if (axes[1] >= 0) {
-    return map_both(in, axes, s,
-                    [s](const mx::array& x, const mx::array& c) { return quantize_vq(x, c, s); });
-  }
-  return {{quantize_vq(mx::moveaxis(in[0], axes[0], 0, s), in[1], s)}, {0}};
+  return map_tables(in, axes, stream(), [&](const std::vector<mx::array>& a) {
+    return quantize_vq(a[0], a[1], stream());
+  });
 }
 
 // ---- DequantizeVQ ----
 
 void DequantizeVQ::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() == 0) {
-    return;
-  }
-  if (backend::simulated()) {
-    backend::run_simulated(stream(), dequantize_vq_launch(in[0], in[1], out[0]), {});
-  } else {
-    dequantize_vq_cpu(in[0], in[1], out[0], stream());
-  }
+  evaluate_cpu(
+      out, stream(), [&](auto&) { return dequantize_vq_launch(in[0], in[1], out[0]); },
+      [&] { dequantize_vq_cpu(in[0], in[1], out[0], stream()); });
 }
 
 void DequantizeVQ::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate(out, stream());
-  if (out[0].size() > 0) {
-    backend::run_gpu(stream(), dequantize_vq_launch(in[0], in[1], out[0]), {});
-  }
+  evaluate_gpu(out, stream(), [&](auto&) { return dequantize_vq_launch(in[0], in[1], out[0]); });
 }
 
 std::vector<mx::Shape> DequantizeVQ::output_shapes(const std::vector<mx::array>& in) {
@@ -155,13 +114,9 @@ std::vector<mx::array> DequantizeVQ::jvp(const std::vector<mx::array>& primals,
 
 std::pair<std::vector<mx::array>, std::vector<int>> DequantizeVQ::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
-  auto s = stream();
-  if (axes[1] >= 0) {
-    return map_both(in, axes, s, [s](const mx::array& codes, const mx::array& c) {
-      return dequantize_vq(codes, c, std::nullopt, s);
-    });
-  }
-  return {{dequantize_vq(mx::moveaxis(in[0], axes[0], 0, s), in[1], std::nullopt, s)}, {0}};
+  return map_tables(in, axes, stream(), [&](const std::vector<mx::array>& a) {
+    return dequantize_vq(a[0], a[1], std::nullopt, stream());
+  });
 }
 
 // ---- StraightThrough ----

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .evaluation import MakeCache, stock_cache
+from .evaluation import MakeCache, read, stock_cache
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def agreement(
     for j, make in enumerate(makers):
         cache, at, counts = make(), 0, []
         for i, stop in enumerate(stops):
-            last = _read(model, cache, tokens[at:stop], chunk)
+            last = mx.argmax(read(model, cache, tokens[at:stop], chunk)).item()
             at = stop
             branch = copy.deepcopy(cache)
             if j == 0:
@@ -93,15 +93,6 @@ def agreement(
         if j:
             same.append(counts)
     return {name: Agreement(length, n) for name, n in zip(caches, same, strict=True)}
-
-
-def _read(model: nn.Module, cache: list[Any], tokens: Sequence[int], chunk: int) -> int:
-    """The most probable token after these."""
-    logits = None
-    for start in range(0, len(tokens), chunk):
-        logits = model(mx.array(list(tokens[start : start + chunk]))[None], cache=cache)[0, -1]
-        mx.eval([c.state for c in cache])
-    return mx.argmax(logits).item()
 
 
 def _generate(model: nn.Module, cache: list[Any], token: int, length: int) -> list[int]:

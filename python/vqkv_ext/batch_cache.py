@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import _ext
 from .batch_rows import (
     Pair,
     check_alike,
@@ -20,11 +19,13 @@ from .batch_rows import (
     join_tails,
     numbers,
     row_index,
+    shift_tails,
     take_coded,
     take_rows,
+    write_tails,
 )
 from .cache import CompressedKVCache
-from .cache_base import CompressedCache, integer, own
+from .cache_base import CompressedCache, integer
 from .cache_config import CacheConfig
 from .codecs.base import Codec, CodedArrays
 from .coded_body import centre_of, encode_span, fit, store_span
@@ -155,33 +156,14 @@ class BatchCompressedKVCache(CompressedCache):
     def _append(self, keys: mx.array, values: mx.array, skip: list[int], take: list[int]) -> Pair:
         """The tails with the new tokens in their slots; in place while there is room."""
         slots = [self._slot(b, max(0, n)) for b, n in enumerate(self._offsets)]
-        one = keys.shape[2] == 1
-        need = max(at + max(n, one) for at, n in zip(slots, take, strict=True))
-        fresh = self._tails is None
-        held = self._tails or self._zero_tails(keys, values, max(need, self._tail_capacity))
-        grown = need > held[0].shape[2]
-        k, v = (fit(t, need) if grown else own(t) for t in held)
-        del held
-        moved = fresh or grown
-        if not moved:  # drop the attribute: an array with one owner is updated in place
-            self._tails = None
-        uniform = all(len(set(x)) == 1 for x in (slots, skip, take))
-        if uniform and take[0]:
-            at, a, n = slots[0], skip[0], take[0]
-            new = (x[:, :, a : a + n] for x in (keys, values))
-            k, v = _ext.append_tokens(k, v, *new, at)
-        elif one:  # padding goes to a slot that its row has not come to
-            rows, at = mx.arange(len(slots)), mx.array(slots)
-            k[rows, :, at] = keys[:, :, 0]
-            v[rows, :, at] = values[:, :, 0]
-        else:
-            for b, (at, a, n) in enumerate(zip(slots, skip, take, strict=True)):
-                if n:
-                    k[b : b + 1, :, at : at + n] = keys[b : b + 1, :, a : a + n]
-                    v[b : b + 1, :, at : at + n] = values[b : b + 1, :, a : a + n]
-        tails = (k, v)
-        if not moved:
-            self._tails = tails
+        need = max(at + max(n, keys.shape[2] == 1) for at, n in zip(slots, take, strict=True))
+        tails = self._tails or self._zero_tails(keys, values, max(need, self._tail_capacity))
+        if need > tails[0].shape[2]:
+            tails = (fit(tails[0], need), fit(tails[1], need))
+        elif self._tails is not None:
+            # those handed out keep what they are; with no other owner the update is in place
+            tails = self._tails = (tails[0][...], tails[1][...])
+        write_tails(tails, (keys, values), slots, skip, take)
         return tails
 
     def _encode(self, tails: Pair, due: list[int]) -> None:
@@ -239,12 +221,7 @@ class BatchCompressedKVCache(CompressedCache):
             return
         self._starts = starts
         kept = max(self._slot(b, max(0, n)) for b, n in enumerate(self._offsets))
-        room = self._tail_room(kept)
-        slots = mx.arange(room)
-        shift = mx.where(slots < c.sink_tokens, 0, mx.array(moved)[:, None])
-        at = mx.minimum(slots + shift, tails[0].shape[2] - 1)[:, None, :, None]
-        k, v = (mx.take_along_axis(t, at, axis=2) for t in tails)
-        self._tails = (k, v)
+        self._tails = shift_tails(tails, c.sink_tokens, moved, self._tail_room(kept))
 
     def _handles(
         self, tails: Pair, coded: list[int], starts: list[int]

@@ -1,4 +1,4 @@
-"""Rows of caches put together to one batch: what must agree, and arrays of different lengths."""
+"""Rows of a batch whose lengths differ: what must agree, and what is done to their arrays."""
 
 from __future__ import annotations
 
@@ -82,6 +82,35 @@ def check_alike(first: CompressedCache, other: Any) -> None:
                 f"[{_OP}] all caches of a batch must have {a.shape[1]} heads of {a.dtype}, but got "
                 f"{b.shape[1]} of {b.dtype}."
             )
+
+
+def write_tails(
+    tails: Pair, new: Pair, slots: Sequence[int], skip: Sequence[int], take: Sequence[int]
+) -> None:
+    """Of each row's new tokens leave out ``skip`` and write ``take`` from a slot on, in place.
+
+    Where there is one token, rows that take none still write it: to a slot they have not come to.
+    """
+    uniform = all(len(set(x)) == 1 for x in (slots, skip, take))
+    for tail, x in zip(tails, new, strict=True):
+        if uniform and take[0]:
+            at, a, n = slots[0], skip[0], take[0]
+            tail[:, :, at : at + n] = x[:, :, a : a + n]
+        elif x.shape[2] == 1:
+            tail[mx.arange(len(slots)), :, mx.array(slots)] = x[:, :, 0]
+        else:
+            for b, (at, a, n) in enumerate(zip(slots, skip, take, strict=True)):
+                if n:
+                    tail[b : b + 1, :, at : at + n] = x[b : b + 1, :, a : a + n]
+
+
+def shift_tails(tails: Pair, sinks: int, moved: Sequence[int], room: int) -> Pair:
+    """Tails with ``room`` slots, without the first ``moved`` tokens of each row after the sinks."""
+    slots = mx.arange(room)
+    shift = mx.where(slots < sinks, 0, mx.array(moved)[:, None])
+    at = mx.minimum(slots + shift, tails[0].shape[2] - 1)[:, None, :, None]
+    k, v = (mx.take_along_axis(t, at, axis=2) for t in tails)
+    return k, v
 
 
 def join_tails(held: Sequence[Pair | None], rows: Sequence[int]) -> Pair | None:

@@ -111,7 +111,6 @@ class CompressedKVCache(CompressedCache):
         at, n = self._slot(self.offset), keys.shape[2]
         if self._tails is None and at == 0 and n > self._tail_capacity:
             return mx.array(keys), mx.array(values)
-        fresh = self._tails is None
         tails = self._tails or self._zero_tails(keys, values, self._tail_capacity)
         if at + n > tails[0].shape[2]:
             k, v = (
@@ -119,11 +118,9 @@ class CompressedKVCache(CompressedCache):
                 for t, x in zip(tails, (keys, values), strict=True)
             )
             return k, v
-        if not fresh:
-            self._tails = None  # an array with one owner is updated in place
         k, v = _ext.append_tokens(*tails, keys, values, at)
         tails = k, v
-        if not fresh:
+        if self._tails is not None:
             self._tails = tails
         return tails
 

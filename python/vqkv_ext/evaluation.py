@@ -161,6 +161,27 @@ def stock_cache(model: nn.Module, kv_bits: int | None = None, group_size: int = 
     ]
 
 
+def read(
+    model: nn.Module,
+    cache: list[Any],
+    tokens: Sequence[int],
+    chunk: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> mx.array:
+    """Let a model read tokens, so many in each forward pass, and evaluate what its caches hold.
+
+    Returns:
+        Logits ``[vocabulary]`` after the last token, not evaluated.
+    """
+    ids, total = mx.array(list(tokens))[None], len(tokens)
+    for start in range(0, total, chunk):
+        logits = model(ids[:, start : start + chunk], cache=cache)[0, -1]
+        mx.eval([c.state for c in cache])
+        if progress:
+            progress(min(start + chunk, total), total)
+    return logits
+
+
 def quantized_caches(model: nn.Module) -> dict[str, MakeCache]:
     """mlx_lm's own caches of 8 and 4 bits, by name, to compare compressed caches with.
 

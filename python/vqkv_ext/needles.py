@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from .evaluation import MakeCache, stock_cache
+from .evaluation import MakeCache, read, stock_cache
 
 DEPTHS = 10
 """Needles per haystack, in the middles of as many equal parts."""
@@ -215,14 +215,6 @@ def retrieve(
         reference=hits[0],
         found=dict(zip(caches, hits[1:], strict=True)),
     )
-
-
-def read(model: nn.Module, cache: list[Any], tokens: Sequence[int], chunk: int) -> None:
-    """Fill a cache; what the model says of the tokens is not computed."""
-    ids = mx.array(list(tokens))[None]
-    for start in range(0, len(tokens), chunk):
-        model(ids[:, start : start + chunk], cache=cache)
-        mx.eval([c.state for c in cache])
 
 
 def _answers(model: nn.Module, cache: list[Any], question: Question) -> bool:

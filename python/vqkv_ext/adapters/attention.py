@@ -108,15 +108,6 @@ def enable_attention(model: nn.Module) -> list[str]:
     return [m.__name__ for m in layer_modules(model)]
 
 
-def enable_or_refuse(model: nn.Module) -> None:
-    """:func:`enable_attention`, or ValueError where there is nothing to enable."""
-    if not enable_attention(model):
-        raise ValueError(
-            "[make_prompt_cache] the model must compute attention by mlx_lm's "
-            f"{_NAME}, but {type(model).__module__} does not bind that name."
-        )
-
-
 def disable_attention(model: nn.Module) -> None:
     """Undo :func:`enable_attention`. Other models of the same architecture for which it was called
     keep reading compressed caches, and while there are any, so does this one."""

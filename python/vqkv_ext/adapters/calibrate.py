@@ -10,6 +10,7 @@ from mlx_lm.models import cache as stock
 
 from ..codecs import Calibration, LayerCodecs, query_aware, vecinfer
 from ..codecs.calibration import ModelShape
+from ..evaluation import read
 from .layers import cache_slots, places
 from .mlx_lm import model_shape
 from .query_statistics import key_factors
@@ -43,12 +44,7 @@ def collect(
     """
     slots = [slot for slot in cache_slots(model) if slot.reason is None]
     caches = stock.make_prompt_cache(model)
-    ids = mx.array(list(tokens))[None]
-    for i in range(0, ids.shape[1], chunk):
-        model(ids[:, i : i + chunk], cache=caches)
-        mx.eval([c.state for c in caches])
-        if progress:
-            progress(min(i + chunk, ids.shape[1]), ids.shape[1])
+    read(model, caches, tokens, chunk, progress)
     held = dict(places(caches))
     return [tuple(x[0] for x in held[s.place].keys_and_values()) for s in slots]
 

@@ -13,6 +13,7 @@ from mlx_lm.models import cache as stock
 
 from ..cache import CacheConfig
 from ..codecs.query_aware import factors
+from ..evaluation import read
 from .attention import layer_modules
 from .layers import cache_slots, places
 
@@ -87,12 +88,8 @@ def key_factors(
     caches = stock.make_prompt_cache(model)
     held = dict(places(caches))
     layers = {id(held[slot.place]): _Layer() for slot in slots}
-    ids = mx.array(list(tokens))[None]
     with _watched(model, layers):
-        for i in range(0, ids.shape[1], chunk):
-            mx.eval(model(ids[:, i : i + chunk], cache=caches), [c.state for c in caches])
-            if progress:
-                progress(min(i + chunk, ids.shape[1]), ids.shape[1])
+        read(model, caches, tokens, chunk, progress)
     found = []
     for slot in slots:
         cache = held[slot.place]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..codecs.presets import DEFAULT, PRESETS
 from ..info import info
-from .common import at_least, require
+from .common import Defaults, at_least, require
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="speed of attention over compressed caches on this machine",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument(
         "--kv",
@@ -151,9 +151,10 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     facts = info()
+    queries = "1 query" if args.queries == 1 else f"{args.queries} queries"
     table = Table(
-        title=f"{args.queries} queries, {args.heads}/{args.kv_heads} heads of {args.head_dim}, "
-        f"{args.dtype}, on {facts['executor']}",
+        title=f"{queries}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}, on "
+        f"{facts['executor']}",
         caption="milliseconds of one layer's attention, against "
         "mx.fast.scaled_dot_product_attention; bytes: of the cache, windows included",
         box=box.SIMPLE_HEAD,

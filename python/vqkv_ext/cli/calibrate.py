@@ -10,6 +10,7 @@ from ..codecs.presets import PRESETS as FREE
 from ..codecs.query_aware import PRESETS as QUERY_AWARE
 from ..codecs.vecinfer import PRESETS as VECINFER
 from .common import (
+    Defaults,
     InputError,
     at_least,
     check_output,
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
     fit = commands.add_parser(
         "calibrate",
         help="fit a codec to a model, or share out bits among its layers",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     fit.add_argument("model", metavar="MODEL", help="what mlx_lm.load takes, or a .gguf file")
     fit.add_argument(
@@ -45,7 +46,6 @@ def add(commands: Any) -> None:
         "--output",
         metavar="FILE",
         required=True,
-        default=argparse.SUPPRESS,  # else the help says "default: None"
         help="the .safetensors file to write",
     )
     how = fit.add_mutually_exclusive_group()

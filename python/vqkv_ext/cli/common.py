@@ -28,6 +28,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that ends with the default, as it would be typed; without one where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        given = action.default
+        if given is None or given is False or given == ():
+            return action.help
+        if isinstance(given, (list, tuple)):
+            return f"{action.help} (default: {' '.join(map(str, given))})"
+        return super()._get_help_string(action)
+
+
 def at_least(least: int) -> Any:
     """A type of argparse: integers from ``least``."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..codecs.presets import DEFAULT, PRESETS
 from .common import (
     LONGEST_TOKEN,
+    Defaults,
     InputError,
     at_least,
     check_output,
@@ -39,7 +40,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="how much compressed caches change a model's predictions",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", help="what mlx_lm.load takes, or a .gguf file")
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace, refused: Sequence[str]) -> None:
         refused: Options of the program that a compressed cache has no use for.
 
     Raises:
-        InputError: One of these was given, or mlx_lm is missing.
+        InputError: One of these was given, or a GGUF file; or mlx_lm is missing.
     """
     if args.help:
         print(
@@ -47,6 +48,12 @@ def run(args: argparse.Namespace, refused: Sequence[str]) -> None:
     for option in refused:
         if any(a == option or a.startswith(f"{option}=") for a in args.rest):
             raise InputError(f"{option} must not be given: --kv decides how the cache is stored")
+    for model in _values("--model", args.rest):
+        if model.endswith(".gguf"):
+            raise InputError(
+                f"--model must be what mlx_lm.load takes, but got {model}; only `vqkv eval` and "
+                "`vqkv calibrate` read GGUF files"
+            )
     require("mlx_lm")
     program = importlib.import_module(args.mlx_lm)
     from ..adapters.programs import compressed_caches
@@ -58,6 +65,12 @@ def run(args: argparse.Namespace, refused: Sequence[str]) -> None:
             raise
         except Exception as e:  # mlx_lm, transformers and the hub raise nearly everything
             raise RuntimeError(f"{type(e).__name__}: {e}") from e
+
+
+def _values(option: str, rest: Sequence[str]) -> list[str]:
+    """What an option was given, as ``--option VALUE`` or ``--option=VALUE``."""
+    apart = [value for name, value in itertools.pairwise(rest) if name == option]
+    return apart + [a.removeprefix(f"{option}=") for a in rest if a.startswith(f"{option}=")]
 
 
 @contextlib.contextmanager
