@@ -32,12 +32,20 @@ struct Launch {
 
 /** The dtype as kernel names spell it: "float16", "uint8". */
 inline std::string dtype_name(mx::Dtype t) {
-  if (t == mx::float16) {
-    return "float16";  // without the cost of a stream
+  switch (t.val()) {  // a stream would cost as much as a launch
+    case mx::Dtype::Val::float16:
+      return "float16";
+    case mx::Dtype::Val::bfloat16:
+      return "bfloat16";
+    case mx::Dtype::Val::float32:
+      return "float32";
+    case mx::Dtype::Val::uint8:
+      return "uint8";
+    case mx::Dtype::Val::uint16:
+      return "uint16";
+    default:
+      throw std::invalid_argument("[launch] no kernel has this dtype.");
   }
-  std::ostringstream out;
-  out << t;
-  return out.str();
 }
 
 /** Whether kernels may read vectors of 16 bytes from the array. */

@@ -49,7 +49,7 @@ class Kernels {
       for (auto function : all) {
         const char* name = nullptr;
         check(cuFuncGetName(&name, function), "the name of a CUDA kernel");
-        functions[name] = function;
+        functions[name + sizeof("vqkv_") - 1] = function;
       }
     }
     modules_ = std::move(modules);
@@ -58,7 +58,7 @@ class Kernels {
 
   CUfunction get(const std::string& name, uint32_t shared_bytes) {
     load();
-    auto it = functions_.find("vqkv_" + name);
+    auto it = functions_.find(name);
     if (it == functions_.end()) {
       throw std::runtime_error(message("vqkv_ext", "kernel ", name, " is not in this build."));
     }
@@ -87,7 +87,7 @@ class Kernels {
  private:
   uint32_t most_shared_bytes_ = 0;
   std::vector<CUmodule> modules_;
-  std::unordered_map<std::string, CUfunction> functions_;  // by their name with the prefix
+  std::unordered_map<std::string, CUfunction> functions_;  // by their name without the prefix
   std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
 };
 
@@ -138,15 +138,20 @@ std::shared_ptr<mx::Primitive> device_memory(const mx::Stream& s) {
 // mx::allocator::malloc gives unified memory, and moves there, with a copy that waits for the
 // device, what MLX's own kernels have freed. The function they call is not exported.
 void allocate_gpu(mx::array& a, const mx::Stream& s) {
-  thread_local std::vector<std::pair<mx::Stream, std::shared_ptr<mx::Primitive>>> known;
-  auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.first == s; });
+  struct Memory {
+    mx::Stream stream;
+    std::shared_ptr<mx::Primitive> primitive;
+    std::vector<mx::array> inputs;
+  };
+  thread_local std::vector<Memory> known;
+  auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.stream == s; });
   if (it == known.end()) {
-    it = known.insert(known.end(), {s, device_memory(s)});
-  }
-  if (it->second && a.nbytes() > 0) {
     const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
+    it = known.insert(known.end(), {s, device_memory(s), {none, none, none}});
+  }
+  if (it->primitive && a.nbytes() > 0) {
     std::vector<mx::array> out{a};
-    it->second->eval_gpu({none, none, none}, out);
+    it->primitive->eval_gpu(it->inputs, out);
   } else {
     a.set_data(mx::allocator::malloc(a.nbytes()));
   }
