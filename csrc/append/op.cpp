@@ -16,6 +16,8 @@ void check(const char* side, const mx::array& held, const mx::array& more, const
               more.shape(1) == held.shape(1) && more.shape(3) == held.shape(3),
           kOp, side, " must have the dtype, batch, heads and width of those held, ", held.dtype(),
           " ", held.shape(), ", but got ", more.dtype(), " ", more.shape(), ".");
+  require(more.shape(2) >= 1, kOp, side, " must have at least one token, but got shape ",
+          more.shape(), ".");
   require(at >= 0 && at <= held.shape(2) - more.shape(2), kOp, "slots must be within the ",
           held.shape(2), " of those held, but got ", at, " to ", at + more.shape(2), ".");
 }

@@ -179,6 +179,15 @@ Scalars Attention::scalars() const {
           {"value_turned", c.value_turned}};
 }
 
+// Queries stand for a layout that is none, and may be differentiated there as well.
+ArrayFunction Attention::plain(const std::vector<mx::array>& primals) {
+  return [f = reference("attention", scalars()),
+          layout = with_layout(primals, spec_, stream())[kLayout]](std::vector<mx::array> in) {
+    in[kLayout] = layout;
+    return f(in);
+  };
+}
+
 std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
                                       const std::vector<mx::array>& cotangents,
                                       const std::vector<int>& argnums,
@@ -187,8 +196,7 @@ std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto f = reference_in(reference("attention", scalars()), with_layout(primals, spec_, stream()),
-                        argnums);
+  auto f = reference_in(plain(primals), primals, argnums);
   return mx::vjp(f, some, cotangents).second;
 }
 
@@ -199,8 +207,7 @@ std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
   for (int a : argnums) {
     some.push_back(primals[a]);
   }
-  auto f = reference_in(reference("attention", scalars()), with_layout(primals, spec_, stream()),
-                        argnums);
+  auto f = reference_in(plain(primals), primals, argnums);
   return mx::jvp(f, some, tangents).second;
 }
 

@@ -69,6 +69,7 @@ class Attention : public mx::Primitive {
 
  private:
   Scalars scalars() const;
+  ArrayFunction plain(const std::vector<mx::array>& primals);
 
   AttentionSpec spec_;
 };
