@@ -16,6 +16,8 @@
 #define PREFILL_STRIDE(D) (PREFILL_THREADS / ((D) / 8))
 #define PREFILL_TURNS(D) ((TILE_ROWS + PREFILL_STRIDE(D) - 1) / PREFILL_STRIDE(D))
 #define PREFILL_WORDS(CODED) ((CODED) ? 1 : 4)
+// Whether every thread has a row in this turn.
+#define PREFILL_WHOLE(D, turn) (((turn) + 1) * PREFILL_STRIDE(D) <= TILE_ROWS)
 
 METAL_FUNC void chunk_words(thread uint* words, uint4 x) {
   words[0] = x.x;
@@ -32,7 +34,7 @@ METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int 
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
     const int row = first_row + turn * PREFILL_STRIDE(D);
-    if (row >= TILE_ROWS)
+    if (!PREFILL_WHOLE(D, turn) && row >= TILE_ROWS)
       continue;
     if (CODED) {
       load_bytes<8 / DIMS>(words + turn,
@@ -169,7 +171,7 @@ METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, 
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
     const int row = first_row + turn * PREFILL_STRIDE(D);
-    if (row < TILE_ROWS)
+    if (PREFILL_WHOLE(D, turn) || row < TILE_ROWS)
       tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] =
           chunk_values<CODED, DIMS>(words + turn * PREFILL_WORDS(CODED), table, by[turn], added);
   }
