@@ -133,23 +133,12 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
                                    keys.table, key_unit, centre, tid);
     }
     exponent = key_unit.exponent;
-    const uint before = value_unit.exponent;
-    if (CODED) {
-      // while products go on; weights, which follow, need their results
-      raise_unit(value_unit, at.start, end, lane);
-      store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
-                                   values.table, value_unit, none, tid);
-      if (after < to) {
-        load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
-        load_unit(key_unit, scales.keys, after_start, even, lane);
-        load_centre<D>(centre, scales, tile_share, after * TILE_ROWS, tid);
-      }
-      if (next < to) {
-        load_chunks<T, CODED, D, DIMS>(value_words, values, next_start, end - 1, tid);
-        load_unit(value_unit, scales.values, next_start, even, lane);
-      }
-    } else {
+    if (!CODED) {
       load_chunks<T, CODED, D, DIMS>(words, values, at.start, end - 1, tid);
+    } else if (after < to) {
+      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+      load_unit(key_unit, scales.keys, after_start, even, lane);
+      load_centre<D>(centre, scales, tile_share, after * TILE_ROWS, tid);
     }
     tile_wait<TILE_ROWS / 4, 1>(s);
     if (at.base < own.high.first || at.base + TILE_ROWS > own.low.last)
@@ -157,11 +146,17 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     float shrink[2];
     bool raised = prefill_weights<D>(s, shrink, state, factor);
 
-    if (!CODED) {
-      store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
-                                   values.table, value_unit, none, tid);
-      if (after < to)
-        load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+    const uint before = value_unit.exponent;
+    raise_unit(value_unit, at.start, end, lane);
+    store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
+                                 values.table, value_unit, none, tid);
+    if (CODED) {
+      if (next < to) {
+        load_chunks<T, CODED, D, DIMS>(value_words, values, next_start, end - 1, tid);
+        load_unit(value_unit, scales.values, next_start, even, lane);
+      }
+    } else if (after < to) {
+      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
     }
     if (CODED && value_unit.exponent != before) {
       raised = true;
