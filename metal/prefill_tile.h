@@ -130,8 +130,8 @@ METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, half2
                               thread const half2* centre) {
   if (!CODED)
     return uint4(words[0], words[CODED ? 0 : 1], words[CODED ? 0 : 2], words[CODED ? 0 : 3]);
-  const uint2 a = as_type<uint2>(four_coded<DIMS>(words, table, 0));
-  const uint2 b = as_type<uint2>(four_coded<DIMS>(words, table, 1));
+  const uint2 a = as_type<uint2>(four_coded<DIMS, 8>(words, table, 0, 0u));
+  const uint2 b = as_type<uint2>(four_coded<DIMS, 8>(words, table, 1, 0u));
   return uint4(as_type<uint>(metal::fma(as_type<half2>(a.x), by, centre[0])),
                as_type<uint>(metal::fma(as_type<half2>(a.y), by, centre[1])),
                as_type<uint>(metal::fma(as_type<half2>(b.x), by, centre[2])),

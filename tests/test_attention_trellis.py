@@ -1,0 +1,103 @@
+"""The kernel that multiplies matrices of a simdgroup, for trellis codes: rows that lie at any
+address, windows of 8 bits every 1 to 4 bits.
+
+Elsewhere these calls run the same code as all others, and must keep the same bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attention_cases import Spec, build, sinks_of
+from attention_oracle import check
+from test_attention_matrix import BASE, check_grown, ran
+
+BITS = (1, 2, 3, 4)
+
+
+def spec_of(bits: int, width: int, **changes) -> Spec:
+    sides = {"key": f"trellis-{bits}-centred", "value": f"trellis-{bits}-head"}
+    return replace(BASE, **sides | {"key_width": width, "value_width": width} | changes)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_size(bits, width, dtype):
+    """A tile of 8 rows for each head, several of 16, and rows that do not fill the last."""
+    spec = spec_of(bits, width, dtype=dtype)
+    check(build(spec), scale=spec.scale, mask="causal", sinks=sinks_of(spec))
+    ran(spec, f"trellis{bits}", 8)
+    spec = replace(spec, queries=3, lengths=(205, 200), coded=(128, 128), grace=(0, 64))
+    check(build(spec), scale=spec.scale, mask="causal")
+    ran(spec, f"trellis{bits}", 16 if width < 256 else 8)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("bits", BITS)
+def test_presets(bits):
+    spec = replace(BASE, key=f"trellis-{bits}bit", value=f"trellis-{bits}bit", heads=(3, 1))
+    spec = replace(spec, lengths=(150,), coded=(64,), grace=(0,), dtype="bfloat16")
+    check(build(spec), scale=spec.scale, mask="causal")
+    ran(spec, f"trellis{bits}", 8)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize(
+    ("lengths", "coded", "grace"),
+    [
+        ((1, 2), (0, 0), (0, 0)),  # nothing coded, hardly a token
+        ((69, 64), (1, 0), (1, 0)),  # a single code
+        ((1500, 700), (1408, 600), (64, 600)),  # several slices, a partial block, much grace
+        ((700, 3), (600, 0), (0, 0)),
+    ],
+)
+def test_lengths(lengths, coded, grace, mask):
+    for bits, queries in ((2, 1), (3, 2)):
+        changes = {"lengths": lengths, "coded": coded, "grace": grace, "queries": queries}
+        spec = spec_of(bits, 64, **changes)
+        check(build(spec), scale=spec.scale, mask=mask, sinks=sinks_of(spec))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("block", [4, 7, 20])
+@pytest.mark.parametrize("bits", BITS)
+def test_arrays_that_end_within_a_step(bits, block):
+    """The last step begins earlier, and words end with the array. Room for 273 tokens is no whole
+    number of words: the general kernel takes it."""
+    for heads in ((3, 1), (14, 2)):
+        changes = {"lengths": (400, 130), "coded": (-273 // block * -block, 60), "grace": (0, 0)}
+        key = f"trellis-{bits}-head"  # blocks of centres would be too short
+        spec = spec_of(bits, 64, key=key, block=block, window=20, heads=heads, **changes)
+        check(build(spec), scale=spec.scale, mask="causal")
+
+
+@pytest.mark.sim
+def test_scales_that_grow_from_token_to_token():
+    """The unit in which outputs are counted follows the largest scale seen so far."""
+    changes = {"lengths": (900, 500), "coded": (800, 400), "grace": (0, 0)}
+    spec = spec_of(2, 64, **changes)
+    check_grown(build(spec), spec.scale)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"value": "trellis-3-head"},
+        {"value": "product-d4"},
+        {"value": "trellis-2-centred"},
+        {"value_width": 128},
+        {"key_width": 96, "value_width": 96},
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_the_general_kernel(changes):
+    """Two different codes, centred values, other widths and float32."""
+    spec = spec_of(2, 64, **changes)
+    check(build(spec), scale=spec.scale, mask="causal")
