@@ -91,20 +91,23 @@ METAL_FUNC uint code_skew(int part, int token) {
   const uint begin = uint(CODE_SKEWED(CODE, CHANNELS) ? part * CODE_BYTES(CODE, CHANNELS) : 0);
   return begin + uint(token * CODE_ROW(CODE, D) % 4);
 }
+// The words around BYTES bytes and one more, from `skew` on.
+template <int BYTES, int WORDS>
+METAL_FUNC void load_words(thread uint* words, device const uint* from, uint skew) {
+  UNROLL
+  for (int i = 0; i < WORDS - 1; i++)
+    words[i] = from[skew / 4 + uint(i)];
+  // never a word that has nothing of them: that may lie outside the array
+  words[WORDS - 1] = from[(skew + uint(BYTES)) / 4];
+}
 template <int CODE, int CHANNELS, int D>
 METAL_FUNC void load_codes(thread uint* words, device const uchar* codes, int part, int token) {
-  constexpr int BYTES = CODE_BYTES(CODE, CHANNELS), WORDS = CODE_WORDS(CODE, CHANNELS);
-  if (CODE > 0) {
-    load_bytes<BYTES>(words, codes + token * CODE_ROW(CODE, D));
-  } else {
-    const uint skew = code_skew<CODE, CHANNELS, D>(part, token);
-    device const uint* from = (device const uint*)codes + token * CODE_ROW(CODE, D) / 4;
-    UNROLL
-    for (int i = 0; i < WORDS - 1; i++)
-      words[i] = from[skew / 4 + uint(i)];
-    // never a word that has nothing of it: that may lie outside the array
-    words[WORDS - 1] = from[(skew + uint(BYTES)) / 4];
-  }
+  if (CODE > 0)
+    load_bytes<CODE_BYTES(CODE, CHANNELS)>(words, codes + token * CODE_ROW(CODE, D));
+  else
+    load_words<CODE_BYTES(CODE, CHANNELS), CODE_WORDS(CODE, CHANNELS)>(
+        words, (device const uint*)codes + token * CODE_ROW(CODE, D) / 4,
+        code_skew<CODE, CHANNELS, D>(part, token));
 }
 
 // Word i of a lane's codes, of which `words` were loaded and begin `skew` bytes into a word.

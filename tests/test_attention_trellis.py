@@ -1,4 +1,4 @@
-"""The kernel that multiplies matrices of a simdgroup, for trellis codes: rows that lie at any
+"""The kernels that multiply matrices of a simdgroup, for trellis codes: rows that lie at any
 address, windows of 8 bits every 1 to 4 bits.
 
 Elsewhere these calls run the same code as all others, and must keep the same bound.
@@ -13,13 +13,15 @@ import pytest
 from attention_cases import Spec, build, sinks_of
 from attention_oracle import check
 from test_attention_matrix import BASE, check_grown, ran
+from test_attention_prefill import BASE as PREFILL
+from test_attention_prefill import ran as ran_prefill
 
 BITS = (1, 2, 3, 4)
 
 
-def spec_of(bits: int, width: int, **changes) -> Spec:
+def spec_of(bits: int, width: int, base: Spec = BASE, **changes) -> Spec:
     sides = {"key": f"trellis-{bits}-centred", "value": f"trellis-{bits}-head"}
-    return replace(BASE, **sides | {"key_width": width, "value_width": width} | changes)
+    return replace(base, **sides | {"key_width": width, "value_width": width} | changes)
 
 
 @pytest.mark.sim
@@ -37,12 +39,26 @@ def test_every_size(bits, width, dtype):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_size_of_prefill(bits, width, dtype):
+    """80 rows: the second tile of 64 is not full; rows of the batch differ in length."""
+    spec = spec_of(bits, width, PREFILL, dtype=dtype)
+    check(build(spec), scale=spec.scale, mask="causal", sinks=sinks_of(spec))
+    ran_prefill(spec, f"trellis{bits}")
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("bits", BITS)
 def test_presets(bits):
     spec = replace(BASE, key=f"trellis-{bits}bit", value=f"trellis-{bits}bit", heads=(3, 1))
     spec = replace(spec, lengths=(150,), coded=(64,), grace=(0,), dtype="bfloat16")
     check(build(spec), scale=spec.scale, mask="causal")
     ran(spec, f"trellis{bits}", 8)
+    spec = replace(spec, queries=20)
+    check(build(spec), scale=spec.scale, mask="causal")
+    ran_prefill(spec, f"trellis{bits}")
 
 
 @pytest.mark.sim
@@ -57,7 +73,7 @@ def test_presets(bits):
     ],
 )
 def test_lengths(lengths, coded, grace, mask):
-    for bits, queries in ((2, 1), (3, 2)):
+    for bits, queries in ((2, 1), (3, 2), (1, 9)):
         changes = {"lengths": lengths, "coded": coded, "grace": grace, "queries": queries}
         spec = spec_of(bits, 64, **changes)
         check(build(spec), scale=spec.scale, mask=mask, sinks=sinks_of(spec))
@@ -69,10 +85,12 @@ def test_lengths(lengths, coded, grace, mask):
 def test_arrays_that_end_within_a_step(bits, block):
     """The last step begins earlier, and words end with the array. Room for 273 tokens is no whole
     number of words: the general kernel takes it."""
-    for heads in ((3, 1), (14, 2)):
+    for heads, queries in (((3, 1), 1), ((14, 2), 1), ((3, 1), 20)):
         changes = {"lengths": (400, 130), "coded": (-273 // block * -block, 60), "grace": (0, 0)}
         key = f"trellis-{bits}-head"  # blocks of centres would be too short
-        spec = spec_of(bits, 64, key=key, block=block, window=20, heads=heads, **changes)
+        spec = spec_of(
+            bits, 64, key=key, block=block, window=20, heads=heads, queries=queries, **changes
+        )
         check(build(spec), scale=spec.scale, mask="causal")
 
 

@@ -101,8 +101,8 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   const bool cuda = !backend::simulated() && std::string(backend::gpu_executor()) == "cuda";
   const auto code = fits_matrices(in, p);
   const bool matrices = !code.empty(), trellis = matrices && p.key.dims == 1;
-  const bool prefill = matrices && !trellis && p.key_dim <= 128 &&
-                       rows_of_head >= (cuda ? kCudaPrefillRows : kPrefillRows);
+  const bool prefill =
+      matrices && p.key_dim <= 128 && rows_of_head >= (cuda ? kCudaPrefillRows : kPrefillRows);
   if (prefill) {
     const int simds = cuda ? kCudaPrefillSimds : kPrefillSimds;
     rows_per_group = 16 * simds;
