@@ -11,7 +11,7 @@
 
 #define TRELLIS_CODE(bits) (-(bits))
 
-// Values of a table row, and bytes of one in threadgroup memory. No two lanes share a bank word.
+// Values of a table row, and bytes of one in threadgroup memory: no two lanes share a word there.
 #define CODE_DIMS(CODE) ((CODE) > 0 ? (CODE) : 1)
 #define CODE_ENTRY(CODE) ((CODE) > 1 ? 2 * (CODE) : 4)
 
@@ -79,19 +79,19 @@ METAL_FUNC void load_bytes(thread uint* words, device const uchar* at) {
   }
 }
 
-// A lane's part, of CHANNELS values, of tokens of D values: tokens count from one at a multiple of
-// 4 bytes, where `codes` plus code_part(part) points.
+// A lane takes a part of CHANNELS values of each of its tokens. The first of these is at a multiple
+// of 4 bytes, and so is its part where all have whole words: code_part bytes after it.
 template <int CODE, int CHANNELS>
 METAL_FUNC int code_part(int part) {
   return CODE_SKEWED(CODE, CHANNELS) ? 0 : part * CODE_BYTES(CODE, CHANNELS);
 }
-// Bytes from the word in which token `token` begins to its part, where that is not known before.
+// Bytes to the part from the word in which token `token` begins, counted after code_part.
 template <int CODE, int CHANNELS, int D>
 METAL_FUNC uint code_skew(int part, int token) {
   const uint begin = uint(CODE_SKEWED(CODE, CHANNELS) ? part * CODE_BYTES(CODE, CHANNELS) : 0);
   return begin + uint(token * CODE_ROW(CODE, D) % 4);
 }
-// The words around BYTES bytes and one more, from `skew` on.
+// The words around BYTES bytes and one more, which begin `skew` bytes after `from`.
 template <int BYTES, int WORDS>
 METAL_FUNC void load_words(thread uint* words, device const uint* from, uint skew) {
   UNROLL
@@ -100,6 +100,7 @@ METAL_FUNC void load_words(thread uint* words, device const uint* from, uint ske
   // never a word that has nothing of them: that may lie outside the array
   words[WORDS - 1] = from[(skew + uint(BYTES)) / 4];
 }
+// `codes` points code_part bytes after the first token.
 template <int CODE, int CHANNELS, int D>
 METAL_FUNC void load_codes(thread uint* words, device const uchar* codes, int part, int token) {
   if (CODE > 0)
@@ -110,7 +111,7 @@ METAL_FUNC void load_codes(thread uint* words, device const uchar* codes, int pa
         code_skew<CODE, CHANNELS, D>(part, token));
 }
 
-// Word i of a lane's codes, of which `words` were loaded and begin `skew` bytes into a word.
+// Word i of a lane's codes, which begin `skew` % 4 bytes into the words that were loaded.
 template <int CODE, int CHANNELS>
 METAL_FUNC uint code_word(thread const uint* words, int i, uint skew) {
   const uint by = skew % 4 * 8;

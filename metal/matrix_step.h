@@ -14,13 +14,9 @@
 // Weights are relative to a score seen before; beyond 2^8 a higher one takes its place.
 #define MATRIX_SLACK 8.0f
 
-// Whether outputs, queries, scores and codes together would not fit registers, so that codes are
-// loaded only where they are used; the limit was found with nvcc. Byte codes are always loaded
-// ahead.
-#define MATRIX_LATE(D, CODE, ROWS)                                                        \
-  ((CODE) < 0 && (ROWS) * (D) / 32 + MATRIX_BANDS(ROWS) * ((D) / 8 + 16) +                \
-                         8 * CODE_WORDS(CODE, (D) / 4) + 16 * CODE_WORDS(CODE, (D) / 8) > \
-                     190)
+// Whether outputs and queries leave too few registers for trellis codes of a whole step, so that
+// these are loaded where they are used; byte codes are always loaded ahead.
+#define MATRIX_LATE(D, CODE, ROWS) ((CODE) < 0 && (ROWS) * (D) > 1024)
 
 // What a simdgroup has of its query rows.
 template <int D, int ROWS>
@@ -197,8 +193,8 @@ METAL_FUNC void raise_state(thread MatrixState<D, ROWS>& state, thread const flo
   }
 }
 
-// `words` are the key codes of this block; those of the next take their place. LATE
-// steps load their own.
+// `words` are the key codes of this block; those of the next take their place. LATE steps load
+// theirs.
 template <typename T, bool CODED, int D, int CODE, int ROWS>
 METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
                             thread const typename MatrixTypes<T>::pair* qf, thread uint* words,
