@@ -117,6 +117,8 @@ GENERAL = (
     {"value": "trellis-2-centred"},
     {"value_width": 128},
     {"key_width": 96, "value_width": 96},
+    {"key_width": 256, "value_width": 256, "value": "product-d4"},
+    {"key_width": 256, "value_width": 256, "value": "product-d4", "dtype": "bfloat16"},
     {"key": "trellis-2-head", "block": 7, "coded": (273, 0), "lengths": (400, 90)},
 )
 """Two different codes, centred values, other widths, float32, room for no multiple of 4 tokens."""
