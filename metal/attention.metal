@@ -15,22 +15,32 @@ ATTENTION(float32, float)
 ATTENTION(float16, half)
 ATTENTION(bfloat16, bfloat)
 
-// Width, values per code, query rows; threadgroups that a core should hold.
-#define MATRIX_ROWS(tname, T, D, CODE, ROWS, GROUPS)                                             \
-  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##CODE##_##ROWS, ATTENTION_THREADS, \
+// Code and what it is called, query rows; threadgroups that a core should hold.
+#define MATRIX_ROWS(tname, T, D, CODE, code, ROWS, GROUPS)                                       \
+  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##code##_##ROWS, ATTENTION_THREADS, \
                             GROUPS, attention_matrix, T, D, CODE, ROWS)
-#define MATRIX_CODE(tname, T, D, CODE, GROUPS) \
-  MATRIX_ROWS(tname, T, D, CODE, 4, GROUPS)    \
-  MATRIX_ROWS(tname, T, D, CODE, 8, 2)         \
-  MATRIX_ROWS(tname, T, D, CODE, 16, 2)
-#define MATRIX_CODES(tname, T, D, GROUPS) \
-  MATRIX_CODE(tname, T, D, 2, GROUPS)     \
-  MATRIX_CODE(tname, T, D, 4, GROUPS)     \
-  MATRIX_CODE(tname, T, D, 8, GROUPS)
-#define MATRIX(tname, T)         \
-  MATRIX_CODES(tname, T, 64, 3)  \
-  MATRIX_CODES(tname, T, 128, 3) \
-  MATRIX_CODES(tname, T, 256, 2)
+#define MATRIX_BYTES(tname, T, D, DIMS, GROUPS)   \
+  MATRIX_ROWS(tname, T, D, DIMS, DIMS, 4, GROUPS) \
+  MATRIX_ROWS(tname, T, D, DIMS, DIMS, 8, 2)      \
+  MATRIX_ROWS(tname, T, D, DIMS, DIMS, 16, 2)
+#define MATRIX_BYTE_CODES(tname, T, D, GROUPS) \
+  MATRIX_BYTES(tname, T, D, 2, GROUPS)         \
+  MATRIX_BYTES(tname, T, D, 4, GROUPS)         \
+  MATRIX_BYTES(tname, T, D, 8, GROUPS)
+#define MATRIX_TRELLIS(tname, T, D, ROWS)                      \
+  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(1), trellis1, ROWS, 2) \
+  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(2), trellis2, ROWS, 2) \
+  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(3), trellis3, ROWS, 2) \
+  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(4), trellis4, ROWS, 2)
+#define MATRIX(tname, T)              \
+  MATRIX_BYTE_CODES(tname, T, 64, 3)  \
+  MATRIX_BYTE_CODES(tname, T, 128, 3) \
+  MATRIX_BYTE_CODES(tname, T, 256, 2) \
+  MATRIX_TRELLIS(tname, T, 64, 8)     \
+  MATRIX_TRELLIS(tname, T, 64, 16)    \
+  MATRIX_TRELLIS(tname, T, 128, 8)    \
+  MATRIX_TRELLIS(tname, T, 128, 16)   \
+  MATRIX_TRELLIS(tname, T, 256, 8)
 
 MATRIX(float16, half)
 MATRIX(bfloat16, bfloat)

@@ -1,5 +1,5 @@
-// Attention over byte codes and a 16-bit tail by matrices of a simdgroup. Host side:
-// csrc/attention/launch.cpp.
+// Attention over codes of bytes or trellises and a 16-bit tail by matrices of a simdgroup. Host
+// side: csrc/attention/launch.cpp.
 //
 // Scores are S^T = K Q^T and outputs O^T = V^T P^T: codes become left matrices in registers, and
 // what S^T is turned into stands on the right of the next product, so decoded tokens never go
@@ -28,7 +28,7 @@ METAL_FUNC void matrix_queries(thread typename MatrixTypes<T>::pair* qf, threadg
 }
 
 // The blocks of a slice: simdgroups take them in turn.
-template <typename T, bool CODED, int D, int DIMS, int ROWS>
+template <typename T, bool CODED, int D, int CODE, int ROWS>
 METAL_FUNC void matrix_slice(thread MatrixState<D, ROWS>& state, threadgroup const T* q,
                              MatrixSide<T> keys, MatrixSide<T> values, MatrixScales scales,
                              MatrixRows rows, int slice, int slices, uint lane, uint sg) {
@@ -45,11 +45,12 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, ROWS>& state, threadgroup con
   const int blocks = (end + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
   const int share = (blocks + slices - 1) / slices;
   const int to = metal::min((slice + 1) * share, blocks);
-  uint words[(MATRIX_TOKENS / 8) * MATRIX_WORDS(CODED, D / 4, DIMS)];
+  uint words[(MATRIX_TOKENS / 8) * MATRIX_WORDS(CODED, D / 4, CODE)];
   float centres[2 * MATRIX_COLUMNS(ROWS)] = {};
   int i = slice * share + int(sg);
-  if (CODED && i < to)
-    load_keys<D, DIMS>(words, from_block(keys.codes, i, scales, D / DIMS), lane);
+  if (CODED && !MATRIX_LATE(D, CODE, ROWS) && i < to)
+    load_keys<D, CODE, MATRIX_TOKENS / 8>(
+        words, from_block(keys.codes, i, scales, CODE_ROW(CODE, D)), 0, lane);
   for (int turn = 0; i < to; i += ATTENTION_SIMDS, turn++) {
     const int base = i * MATRIX_TOKENS;
     if (!CODED && base >= sinks && base + MATRIX_TOKENS <= any_first)
@@ -62,7 +63,7 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, ROWS>& state, threadgroup con
     at.turn = turn % MATRIX_TURNS;
     at.end = end;
     at.plain = base >= all_first && base + MATRIX_TOKENS <= all_last;
-    matrix_step<T, CODED, D, DIMS, ROWS>(state, qf, words, centres, keys, values, scales, rows, at,
+    matrix_step<T, CODED, D, CODE, ROWS>(state, qf, words, centres, keys, values, scales, rows, at,
                                          lane);
   }
 }
@@ -81,7 +82,7 @@ struct MatrixQueryRow {
 };
 
 // Grid and outputs as for attention_tile, with tiles of ROWS rows.
-template <typename T, int D, int DIMS, int ROWS>
+template <typename T, int D, int CODE, int ROWS>
 kernel void attention_matrix(
     device const T* q [[buffer(0)]], device const float* q_code [[buffer(1)]],
     device const int* layout [[buffer(2)]], device const T* k_tail [[buffer(3)]],
@@ -121,8 +122,9 @@ kernel void attention_matrix(
     row_last[r] = metal::max(v.last, 0);
   }
   if (body)
-    fill_tables<DIMS, ATTENTION_THREADS>(memory, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
-                                         v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
+    fill_tables<CODE, ATTENTION_THREADS>(
+        memory, k_table + (p.key.per_head ? h * 256 * CODE_DIMS(CODE) : 0),
+        v_table + (p.value.per_head ? h * 256 * CODE_DIMS(CODE) : 0), tid);
   device const float* diagonal = key_diagonal + (p.key_basis.per_head ? h * D : 0);
   for (int r = int(sg); r < ROWS; r += ATTENTION_SIMDS) {
     const long from = query_row(p, b, h, metal::min(row0 + r, rows - 1)) * D;
@@ -145,13 +147,13 @@ kernel void attention_matrix(
   const MatrixScales scales =
       matrix_scales<D>(p, body, bh, k_scales, v_scales, k_centres, k_centre_scales);
   if (body) {
-    const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, memory, lane);
-    matrix_slice<half, true, D, DIMS, ROWS>(state, (threadgroup half*)query, sides.keys,
+    const MatrixSides<half> sides = coded_sides<CODE>(p, bh, k_codes, v_codes, memory, lane);
+    matrix_slice<half, true, D, CODE, ROWS>(state, (threadgroup half*)query, sides.keys,
                                             sides.values, scales, view, int(tgid.z), p.splits, lane,
                                             sg);
   } else {
     const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, memory);
-    matrix_slice<T, false, D, DIMS, ROWS>(state, (threadgroup T*)query, sides.keys, sides.values,
+    matrix_slice<T, false, D, CODE, ROWS>(state, (threadgroup T*)query, sides.keys, sides.values,
                                           scales, view, int(tgid.z) - p.splits, p.tail_splits, lane,
                                           sg);
   }

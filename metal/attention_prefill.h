@@ -1,5 +1,5 @@
-// Attention of many query rows over byte codes and a 16-bit tail, by matrices of a simdgroup. Host
-// side: csrc/attention/launch.cpp.
+// Attention of many query rows over codes of bytes or trellises and a 16-bit tail, by matrices of a
+// simdgroup. Host side: csrc/attention/launch.cpp.
 //
 // A threadgroup decodes tiles of keys and of values, times the scales of their tokens, into
 // threadgroup memory, and all its simdgroups, each with 16 query rows in registers, multiply by
@@ -41,14 +41,14 @@ METAL_FUNC threadgroup T* step_tile(threadgroup uchar* memory, int side, int ste
 // The steps of a slice. A step multiplies queries by its keys and the weights of the step before by
 // the values of that; meanwhile it decodes the next keys and its values, and takes its scores to
 // weights. Leaves in `unit` what the outputs count in.
-template <typename T, bool CODED, int D, int DIMS>
+template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
                               thread const TileQueries<T, D>& queries, threadgroup uchar* memory,
                               MatrixSide<T> keys, MatrixSide<T> values, MatrixScales scales,
                               constant AttentionParams& p, device const int* layout,
                               PrefillPlace place, thread const float* row_factor, PrefillSpan all,
                               PrefillSpan own, int slice, int slices, uint tid, uint lane) {
-  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED);
+  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE);
   const int end = metal::max(all.high.sinks, all.high.last);
   const int blocks = (end + TILE_ROWS - 1) / TILE_ROWS;
   const int share = (blocks + slices - 1) / slices;
@@ -80,23 +80,23 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
 
   int next = seen_block<CODED>(all, block + 1);
   int start = metal::min(block * TILE_ROWS, latest);
-  load_chunks<T, CODED, D, DIMS>(words, keys, start, end - 1, tid);
+  load_chunks<T, CODED, D, CODE>(words, keys, start, end - 1, tid);
   load_unit(key_unit, scales.keys, start, even, lane);
   load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
   raise_unit(key_unit, start, end, lane);
   raise_unit(key_unit, centre);
-  store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 0, 0), words, keys.table,
+  store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, 0), words, keys.table,
                                key_unit, centre, tid);
   for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_THREADS)
     ((threadgroup uint4*)step_tile<T, D>(memory, 1, 1))[i] = uint4(0u, 0u, 0u, 0u);
   uint exponent = key_unit.exponent;
   if (CODED) {
-    load_chunks<T, CODED, D, DIMS>(value_words, values, start, end - 1, tid);
+    load_chunks<T, CODED, D, CODE>(value_words, values, start, end - 1, tid);
     load_unit(value_unit, scales.values, start, even, lane);
   }
   if (next < to) {
     start = metal::min(next * TILE_ROWS, latest);
-    load_chunks<T, CODED, D, DIMS>(words, keys, start, end - 1, tid);
+    load_chunks<T, CODED, D, CODE>(words, keys, start, end - 1, tid);
     load_unit(key_unit, scales.keys, start, even, lane);
     load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
   }
@@ -129,14 +129,14 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     if (next < to) {
       raise_unit(key_unit, next_start, end, lane);
       raise_unit(key_unit, centre);
-      store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 0, i + 1), words,
+      store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, i + 1), words,
                                    keys.table, key_unit, centre, tid);
     }
     exponent = key_unit.exponent;
     if (!CODED) {
-      load_chunks<T, CODED, D, DIMS>(words, values, at.start, end - 1, tid);
+      load_chunks<T, CODED, D, CODE>(words, values, at.start, end - 1, tid);
     } else if (after < to) {
-      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+      load_chunks<T, CODED, D, CODE>(words, keys, after_start, end - 1, tid);
       load_unit(key_unit, scales.keys, after_start, even, lane);
       load_centre<D>(centre, scales, tile_share, after * TILE_ROWS, tid);
     }
@@ -148,15 +148,15 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
 
     const uint before = value_unit.exponent;
     raise_unit(value_unit, at.start, end, lane);
-    store_chunks<CODED, D, DIMS>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
+    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
                                  values.table, value_unit, none, tid);
     if (CODED) {
       if (next < to) {
-        load_chunks<T, CODED, D, DIMS>(value_words, values, next_start, end - 1, tid);
+        load_chunks<T, CODED, D, CODE>(value_words, values, next_start, end - 1, tid);
         load_unit(value_unit, scales.values, next_start, even, lane);
       }
     } else if (after < to) {
-      load_chunks<T, CODED, D, DIMS>(words, keys, after_start, end - 1, tid);
+      load_chunks<T, CODED, D, CODE>(words, keys, after_start, end - 1, tid);
     }
     if (CODED && value_unit.exponent != before) {
       raised = true;
@@ -189,7 +189,7 @@ struct PrefillQueryRow {
 };
 
 // Grid and outputs as for attention_tile, with tiles of PREFILL_ROWS rows.
-template <typename T, int D, int DIMS>
+template <typename T, int D, int CODE>
 kernel void attention_prefill(
     device const T* q [[buffer(0)]], device const float* q_code [[buffer(1)]],
     device const int* layout [[buffer(2)]], device const T* k_tail [[buffer(3)]],
@@ -255,11 +255,12 @@ kernel void attention_prefill(
     TileQueries<half, D> queries;
     tile_queries<half, D>(queries, (threadgroup const half*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    fill_tables<DIMS, PREFILL_THREADS>(tables, k_table + (p.key.per_head ? h * 256 * DIMS : 0),
-                                       v_table + (p.value.per_head ? h * 256 * DIMS : 0), tid);
+    fill_tables<CODE, PREFILL_THREADS>(
+        tables, k_table + (p.key.per_head ? h * 256 * CODE_DIMS(CODE) : 0),
+        v_table + (p.value.per_head ? h * 256 * CODE_DIMS(CODE) : 0), tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const MatrixSides<half> sides = coded_sides<DIMS>(p, bh, k_codes, v_codes, tables, lane);
-    prefill_slice<half, true, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values,
+    const MatrixSides<half> sides = coded_sides<CODE>(p, bh, k_codes, v_codes, tables, lane);
+    prefill_slice<half, true, D, CODE>(state, unit, queries, memory, sides.keys, sides.values,
                                        scales, p, layout, place, factor, all, own, int(tgid.z),
                                        p.splits, tid, lane);
   } else {
@@ -267,7 +268,7 @@ kernel void attention_prefill(
     tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, tables);
-    prefill_slice<T, false, D, DIMS>(state, unit, queries, memory, sides.keys, sides.values, scales,
+    prefill_slice<T, false, D, CODE>(state, unit, queries, memory, sides.keys, sides.values, scales,
                                      p, layout, place, factor, all, own, int(tgid.z) - p.splits,
                                      p.tail_splits, tid, lane);
   }

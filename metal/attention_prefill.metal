@@ -1,13 +1,17 @@
 #include "attention_prefill.h"
 
-// Width, values per code.
-#define PREFILL_CODE(tname, T, D, CODE)                                                   \
-  instantiate_kernel_groups(attention_prefill_##tname##_##D##_##CODE, PREFILL_THREADS, 1, \
+// Width, code and what it is called.
+#define PREFILL_CODE(tname, T, D, CODE, code)                                             \
+  instantiate_kernel_groups(attention_prefill_##tname##_##D##_##code, PREFILL_THREADS, 1, \
                             attention_prefill, T, D, CODE)
-#define PREFILL_CODES(tname, T, D) \
-  PREFILL_CODE(tname, T, D, 2)     \
-  PREFILL_CODE(tname, T, D, 4)     \
-  PREFILL_CODE(tname, T, D, 8)
+#define PREFILL_CODES(tname, T, D)                     \
+  PREFILL_CODE(tname, T, D, 2, 2)                      \
+  PREFILL_CODE(tname, T, D, 4, 4)                      \
+  PREFILL_CODE(tname, T, D, 8, 8)                      \
+  PREFILL_CODE(tname, T, D, TRELLIS_CODE(1), trellis1) \
+  PREFILL_CODE(tname, T, D, TRELLIS_CODE(2), trellis2) \
+  PREFILL_CODE(tname, T, D, TRELLIS_CODE(3), trellis3) \
+  PREFILL_CODE(tname, T, D, TRELLIS_CODE(4), trellis4)
 #define PREFILL(tname, T)     \
   PREFILL_CODES(tname, T, 64) \
   PREFILL_CODES(tname, T, 128)

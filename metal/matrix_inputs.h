@@ -61,14 +61,14 @@ struct MatrixSides {
   MatrixSide<T> keys, values;
 };
 
-template <int DIMS>
+template <int CODE>
 METAL_FUNC MatrixSides<half> coded_sides(constant AttentionParams& p, long bh,
                                          device const uchar* keys, device const uchar* values,
                                          threadgroup const uchar* tables, uint lane) {
   MatrixSides<half> s;
   s.keys.codes = keys + bh * p.body * p.key.bytes;
   s.keys.table.rows = tables;
-  s.keys.table.at = lane % MATRIX_COPIES(DIMS) * (2 * DIMS);
+  s.keys.table.at = lane % CODE_COPIES(CODE) * CODE_ENTRY(CODE);
   s.keys.vectors = (device const half*)keys;
   s.values.codes = values + bh * p.body * p.value.bytes;
   s.values.table.rows = tables;

@@ -14,6 +14,10 @@
 // Weights are relative to a score seen before; beyond 2^8 a higher one takes its place.
 #define MATRIX_SLACK 8.0f
 
+// Whether outputs and queries leave too few registers for trellis codes of a whole step, so that
+// these are loaded where they are used; byte codes are always loaded ahead.
+#define MATRIX_LATE(D, CODE, ROWS) ((CODE) < 0 && (ROWS) * (D) > 1024)
+
 // What a simdgroup has of its query rows.
 template <int D, int ROWS>
 struct MatrixState {
@@ -189,25 +193,31 @@ METAL_FUNC void raise_state(thread MatrixState<D, ROWS>& state, thread const flo
   }
 }
 
-// `words` are the key codes of this block; those of the next take their place.
-template <typename T, bool CODED, int D, int DIMS, int ROWS>
+// `words` are the key codes of this block; those of the next take their place. LATE steps load
+// theirs.
+template <typename T, bool CODED, int D, int CODE, int ROWS>
 METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
                             thread const typename MatrixTypes<T>::pair* qf, thread uint* words,
                             thread const float* centres, MatrixSide<T> keys, MatrixSide<T> values,
                             MatrixScales scales, MatrixRows rows, MatrixTurn at, uint lane) {
   constexpr int TB = MATRIX_TOKENS / 8;
   constexpr int BANDS = MATRIX_BANDS(ROWS), COLUMNS = MATRIX_COLUMNS(ROWS);
+  constexpr bool LATE = MATRIX_LATE(D, CODE, ROWS);
   const int row = int(matrix_row(lane)), base = at.block * MATRIX_TOKENS;
   const int start = CODED ? block_start(at.block, scales) : base;
   const int last = at.end - 1 - base;
   const bool plain = at.plain && start == base;
-  uint value_words[(MATRIX_TOKENS / 4) * MATRIX_WORDS(CODED, D / 8, DIMS)];
+  uint value_words[(MATRIX_TOKENS / 4) * MATRIX_WORDS(CODED, D / 8, CODE)];
   float by[TB], weigh[TB];
   UNROLL
   for (int t = 0; t < TB; t++)
     by[t] = weigh[t] = 1.0f;
   if (CODED) {
-    load_values<D, DIMS>(value_words, from_block(values.codes, at.block, scales, D / DIMS), lane);
+    values.codes = from_block(values.codes, at.block, scales, CODE_ROW(CODE, D));
+    if (LATE)
+      keys.codes = from_block(keys.codes, at.block, scales, CODE_ROW(CODE, D));
+    else
+      load_values<D, CODE, MATRIX_TOKENS / 4>(value_words, values.codes, 0, lane);
     const bool aligned = scales.tokens % 8 == 0;
     if (scales.scaled)
       load_scales(by, scales.keys + start + matrix_token(row, 0), aligned);
@@ -222,9 +232,10 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
   UNROLL
   for (int i = 0; i < BANDS * TB; i++)
     products[i] = float2(0.0f, 0.0f);
-  matrix_scores<T, CODED, D, DIMS, BANDS>(products, qf, words, keys, last, lane);
-  if (CODED && at.next != at.block)
-    load_keys<D, DIMS>(words, from_block(keys.codes, at.next, scales, D / DIMS), lane);
+  matrix_scores<T, CODED, D, CODE, BANDS, LATE>(products, qf, words, keys, last, lane);
+  if (CODED && !LATE && at.next != at.block)
+    load_keys<D, CODE, MATRIX_TOKENS / 8>(
+        words, from_block(keys.codes, at.next, scales, CODE_ROW(CODE, D)), 0, lane);
   float s[COLUMNS * TB];
   UNROLL
   for (int i = 0; i < COLUMNS * TB; i++) {
@@ -278,7 +289,7 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
     UNROLL
     for (int t = 0; t < TB; t++)
       matrix_right_paired(pt + 2 * t, s[t], lane);
-    paired_values<T, CODED, D, DIMS>(state.out, pt, value_words, values, last, lane);
+    paired_values<T, CODED, D, CODE>(state.out, pt, value_words, values, last, lane);
   } else {
     typename MatrixTypes<T>::pair pt[BANDS * TB];
     UNROLL
@@ -288,6 +299,6 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
         pt[nb * TB + t] = matrix_right(
             matrix_pair(T(s[2 * nb * TB + t]), T(s[(COLUMNS > 1 ? 2 * nb + 1 : 0) * TB + t])));
     }
-    matrix_values<T, CODED, D, DIMS, BANDS>(state.out, pt, value_words, values, last, lane);
+    matrix_values<T, CODED, D, CODE, BANDS, LATE>(state.out, pt, value_words, values, last, lane);
   }
 }

@@ -15,7 +15,7 @@
 // PREFILL_WORDS for each.
 #define PREFILL_STRIDE(D) (PREFILL_THREADS / ((D) / 8))
 #define PREFILL_TURNS(D) ((TILE_ROWS + PREFILL_STRIDE(D) - 1) / PREFILL_STRIDE(D))
-#define PREFILL_WORDS(CODED) ((CODED) ? 1 : 4)
+#define PREFILL_WORDS(CODED, CODE) ((CODED) ? CODE_WORDS(CODE, 8) : 4)
 // Whether every thread has a row in this turn.
 #define PREFILL_WHOLE(D, turn) (((turn) + 1) * PREFILL_STRIDE(D) <= TILE_ROWS)
 
@@ -26,9 +26,15 @@ METAL_FUNC void chunk_words(thread uint* words, uint4 x) {
   words[3] = x.w;
 }
 
+// Where a thread's first trellis code lies in a tile; strides are multiples of eight rows.
+template <int CODE, int D>
+METAL_FUNC uint chunk_skew(int row, int chunk) {
+  return uint(row * CODE_ROW(CODE, D) + chunk * CODE_BYTES(CODE, 8));
+}
+
 // What the thread has of the tile at token `start`: codes, or vectors. In place of those after
 // `last` stands it: what lies there may be NaN, and 0 * NaN is not 0.
-template <typename T, bool CODED, int D, int DIMS>
+template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   UNROLL
@@ -37,12 +43,19 @@ METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int 
     if (!PREFILL_WHOLE(D, turn) && row >= TILE_ROWS)
       continue;
     if (CODED) {
-      load_bytes<8 / DIMS>(words + turn,
-                           s.codes + long(start + row) * (D / DIMS) + chunk * (8 / DIMS));
+      constexpr int BYTES = CODE_BYTES(CODE, 8), WORDS = CODE_WORDS(CODE, 8);
+      if (CODE > 0)
+        load_bytes<BYTES>(words + turn * WORDS,
+                          s.codes + long(start + row) * CODE_ROW(CODE, D) + chunk * BYTES);
+      else  // steps begin at a word
+        load_words<BYTES, WORDS>(words + turn * WORDS,
+                                 (device const uint*)(s.codes + long(start) * CODE_ROW(CODE, D)) +
+                                     turn * PREFILL_STRIDE(D) * CODE_ROW(CODE, D) / 4,
+                                 chunk_skew<CODE, D>(first_row, chunk));
     } else {
       const int slot = metal::min(start + row, last);
       const uint4 x = ((device const uint4*)(s.vectors + long(slot) * D))[chunk];
-      chunk_words(words + turn * PREFILL_WORDS(CODED), x);
+      chunk_words(words + turn * PREFILL_WORDS(CODED, CODE), x);
     }
   }
 }
@@ -127,20 +140,20 @@ METAL_FUNC half2 centre_pair(uint word, int i, float by) {
 }
 
 // Eight values of a token: entries times `by` plus the centre.
-template <bool CODED, int DIMS>
-METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, half2 by,
+template <bool CODED, int CODE>
+METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, uint skew, half2 by,
                               thread const half2* centre) {
   if (!CODED)
     return uint4(words[0], words[CODED ? 0 : 1], words[CODED ? 0 : 2], words[CODED ? 0 : 3]);
-  const uint2 a = as_type<uint2>(four_coded<DIMS>(words, table, 0));
-  const uint2 b = as_type<uint2>(four_coded<DIMS>(words, table, 1));
+  const uint2 a = as_type<uint2>(four_coded<CODE, 8>(words, table, 0, skew));
+  const uint2 b = as_type<uint2>(four_coded<CODE, 8>(words, table, 1, skew));
   return uint4(as_type<uint>(metal::fma(as_type<half2>(a.x), by, centre[0])),
                as_type<uint>(metal::fma(as_type<half2>(a.y), by, centre[1])),
                as_type<uint>(metal::fma(as_type<half2>(b.x), by, centre[2])),
                as_type<uint>(metal::fma(as_type<half2>(b.y), by, centre[3])));
 }
 
-template <bool CODED, int D, int DIMS>
+template <bool CODED, int D, int CODE>
 METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
                              PrefillUnit unit, PrefillCentre centre, uint tid) {
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
@@ -173,6 +186,7 @@ METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, 
     const int row = first_row + turn * PREFILL_STRIDE(D);
     if (PREFILL_WHOLE(D, turn) || row < TILE_ROWS)
       tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] =
-          chunk_values<CODED, DIMS>(words + turn * PREFILL_WORDS(CODED), table, by[turn], added);
+          chunk_values<CODED, CODE>(words + turn * PREFILL_WORDS(CODED, CODE), table,
+                                    chunk_skew<CODE, D>(first_row, chunk), by[turn], added);
   }
 }

@@ -12,6 +12,7 @@
 //     the host asks for (Launch::cuda_shared_bytes)
 //   threadgroup_tables(name);                 256 rows of TABLE_ROW_BYTES bytes likewise
 //   table_row(word, i, at)                    the offset of row `byte i of word` of them, plus `at`
+//   word_at(low, high, bit)                   the word that begins at bit `bit` < 32 of two
 //
 // Matrices of 8 x 8 of a simdgroup: a lane holds the elements (matrix_row(lane),
 // matrix_column(lane)) and the next one of that row as a pair, half2, bfloat2 or float2;

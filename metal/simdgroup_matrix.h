@@ -53,6 +53,9 @@ METAL_FUNC void matrix_multiply_add(thread float2* c, thread const metal::vec<T,
 METAL_FUNC uint table_row(uint word, int i, uint at) {
   return metal::extract_bits(word, 8u * uint(i), 8u) * TABLE_ROW_BYTES + at;
 }
+METAL_FUNC uint word_at(uint low, uint high, uint bit) {
+  return (low >> bit) | ((high << 1) << (31u - bit));
+}
 METAL_FUNC float matrix_sum_rows(float x) {
   x += metal::simd_shuffle_xor(x, ushort(2));
   x += metal::simd_shuffle_xor(x, ushort(4));

@@ -28,6 +28,13 @@ TABLES = {
 }
 """Codes of random bits, see :func:`oracle.random_side`."""
 
+TRELLISES = {
+    f"trellis-{b}-{kind}": {"dims": 1, "window": 8, "stride": b, "scaled": True, **more}
+    for b in range(1, 5)
+    for kind, more in (("centred", {"centred": True}), ("head", {"per_head": True}))
+}
+"""The same for each number of bits; keys of the presets are centred."""
+
 FITTED = ("vecinfer-8bit", "vecinfer-12bit")
 """Product codes in a smoothed Hadamard basis."""
 
@@ -85,8 +92,9 @@ def _codec(code: str, width: int, heads: int, side: str, seed: int) -> Codec:
 
 def _body(rng, spec: Spec, code: str, width: int, side: str, room: int) -> CodedBody:
     batch, heads = len(spec.lengths), spec.heads[1]
-    if code in TABLES:
-        return random_side(rng, batch, heads, room, width, block=spec.block, **TABLES[code])
+    table = (TABLES | TRELLISES).get(code)
+    if table is not None:
+        return random_side(rng, batch, heads, room, width, block=spec.block, **table)
     codec = _codec(code, width, heads, side, spec.seed % 4)
     if room == 0:
         return codec.body(codec.empty(batch, heads))

@@ -1,4 +1,4 @@
-"""The kernel that multiplies matrices of a simdgroup: 16-bit queries, codes of one byte.
+"""The kernel that multiplies matrices of a simdgroup: 16-bit queries, codes of bytes or trellises.
 
 Elsewhere these calls run the same code as all others, and must keep the same bound.
 """
@@ -34,10 +34,10 @@ def spec_of(dims: int, width: int, base: Spec = BASE, **changes) -> Spec:
     return replace(base, **{"key": key, "value": value} | widths | changes)
 
 
-def ran(spec: Spec, dims: int, rows: int) -> None:
+def ran(spec: Spec, code: int | str, rows: int) -> None:
     """In the simulator: the kernel meant was the one that ran."""
     if _ext.simulated():
-        name = f"attention_matrix_{spec.dtype}_{spec.key_width}_{dims}_{rows}"
+        name = f"attention_matrix_{spec.dtype}_{spec.key_width}_{code}_{rows}"
         assert name in _ext.simulator_executed()
 
 

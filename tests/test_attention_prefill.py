@@ -1,4 +1,4 @@
-"""The kernel for many query rows of a head: 16-bit queries, codes of one byte, width 64 or 128.
+"""The kernel for many query rows of a head: 16-bit queries, width 64 or 128.
 
 Elsewhere these calls run the same code as all others, and must keep the same bound.
 """
@@ -29,10 +29,10 @@ BASE = Spec(
 spec_of = partial(test_attention_matrix.spec_of, base=BASE)
 
 
-def ran(spec: Spec, dims: int) -> None:
+def ran(spec: Spec, code: int | str) -> None:
     """In the simulator: the kernels meant were those that ran."""
     if _ext.simulated():
-        name = f"attention_prefill_{spec.dtype}_{spec.key_width}_{dims}"
+        name = f"attention_prefill_{spec.dtype}_{spec.key_width}_{code}"
         assert name in _ext.simulator_executed()
         merge = f"attention_merge_rows_{spec.dtype}_{spec.key_width}"
         assert merge in _ext.simulator_executed()

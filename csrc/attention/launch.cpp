@@ -55,26 +55,34 @@ int slices(int64_t tokens, int64_t groups, int64_t total, int64_t least) {
   return static_cast<int>((useful + steps - 1) / steps);
 }
 
-/** Whether attention_matrix reads such codes: bytes that select rows of one table per head. */
-bool in_bytes(const CodeParams& c, int width) {
-  return c.window == 8 && c.stride == 8 && !c.per_group && c.entries * c.dims == width &&
-         (c.dims == 2 || c.dims == 4 || c.dims == 8);
+/** What metal/attention.metal calls a code of one table per head, empty if it knows none such. */
+std::string matrix_code(const CodeParams& c, int width) {
+  if (c.window != 8 || c.per_group || c.entries * c.dims != width) {
+    return "";
+  }
+  if (c.stride == 8 && (c.dims == 2 || c.dims == 4 || c.dims == 8)) {
+    return std::to_string(c.dims);
+  }
+  return c.dims == 1 && c.stride <= 4 ? "trellis" + std::to_string(c.stride) : "";
 }
 
-/** Whether the kernel for simdgroup matrices can do this call. */
-bool fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
+/** The code of the kernels for simdgroup matrices that can do this call, empty if none can. */
+std::string fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const int width = p.key_dim;
+  const auto code = matrix_code(p.key, width);
   const bool even = width == 64 || width == 128 || width == 256;
-  const bool equal =
-      p.value_dim == width && in[kQueryCode].shape(3) == width && p.key.dims == p.value.dims;
-  return in[kQuery].dtype() != mx::float32 && even && equal && in_bytes(p.key, width) &&
-         in_bytes(p.value, width) && (p.body == 0 || p.body >= kMatrixTokens) &&
-         p.pair.entries == 0 && p.mask == MASK_NONE && p.scale > 0 &&
-         (!p.key.centred || p.block % 64 == 0) && !p.value.centred && aligned(in[kKeyTail]) &&
-         aligned(in[kValueTail]) && aligned(in[kKeyCodes]) && aligned(in[kValueCodes]) &&
-         (!p.key.centred || aligned(in[kKeyCentres])) &&
-         (!p.key.scaled || aligned(in[kKeyScales])) &&
-         (!p.value.scaled || aligned(in[kValueScales]));
+  const bool equal = p.value_dim == width && in[kQueryCode].shape(3) == width &&
+                     code == matrix_code(p.value, p.value_dim);
+  // rows of a trellis code are read by words, and steps begin with one
+  const bool in_words = p.key.dims > 1 || p.body % 4 == 0;
+  const bool fits =
+      in[kQuery].dtype() != mx::float32 && even && equal && in_words &&
+      (p.body == 0 || p.body >= kMatrixTokens) && p.pair.entries == 0 && p.mask == MASK_NONE &&
+      p.scale > 0 && (!p.key.centred || p.block % 64 == 0) && !p.value.centred &&
+      aligned(in[kKeyTail]) && aligned(in[kValueTail]) && aligned(in[kKeyCodes]) &&
+      aligned(in[kValueCodes]) && (!p.key.centred || aligned(in[kKeyCentres])) &&
+      (!p.key.scaled || aligned(in[kKeyScales])) && (!p.value.scaled || aligned(in[kValueScales]));
+  return fits ? code : "";
 }
 
 }  // namespace
@@ -91,7 +99,8 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   int rows_per_group, groups_per_core = 3;
   int64_t least = kTokensPerSlice;
   const bool cuda = !backend::simulated() && std::string(backend::gpu_executor()) == "cuda";
-  const bool matrices = fits_matrices(in, p);
+  const auto code = fits_matrices(in, p);
+  const bool matrices = !code.empty(), trellis = matrices && p.key.dims == 1;
   const bool prefill =
       matrices && p.key_dim <= 128 && rows_of_head >= (cuda ? kCudaPrefillRows : kPrefillRows);
   if (prefill) {
@@ -100,14 +109,19 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.threads = 32 * simds;
     least = kPrefillTokensPerSlice;
     first.cuda_shared_bytes = kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2;
-    first.kernel = "attention_prefill_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) +
-                   "_" + std::to_string(p.key.dims);
+    first.kernel =
+        "attention_prefill_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" + code;
   } else if (matrices) {
-    rows_per_group = rows_of_head <= 4 ? 4 : rows_of_head <= 8 ? 8 : 16;
+    // decoding takes longest for a trellis code, and no less for fewer rows
+    const int least_rows = trellis ? 8 : 4, most_rows = trellis && p.key_dim > 128 ? 8 : 16;
+    rows_per_group = std::clamp(rows_of_head <= 4   ? 4
+                                : rows_of_head <= 8 ? 8
+                                                    : 16,
+                                least_rows, most_rows);
     groups_per_core = rows_per_group == 4 && p.key_dim < 256 ? 3 : 2;
     first.cuda_shared_bytes = kCudaTables;
     first.kernel = "attention_matrix_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" +
-                   std::to_string(p.key.dims) + "_" + std::to_string(rows_per_group);
+                   code + "_" + std::to_string(rows_per_group);
   } else {
     const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
     const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),

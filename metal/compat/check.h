@@ -235,6 +235,7 @@ void matrix_right_paired(thread half2*, float, uint);
 void matrix_right_paired(thread bfloat2*, float, uint);
 float matrix_from_row(float, uint, uint);
 uint table_row(uint, int, uint);
+uint word_at(uint, uint, uint);
 void matrix_multiply_add(thread float2*, thread const half2*, thread const half2*);
 void matrix_multiply_add(thread float2*, thread const bfloat2*, thread const bfloat2*);
 float matrix_sum_rows(float);

@@ -186,6 +186,9 @@ MSL_MMA(bfloat, "bf16")
 MSL_DEVICE uint table_row(uint word, int i, uint at) {
   return __byte_perm(word, at, 0x5504u | i << 4);
 }
+MSL_DEVICE uint word_at(uint low, uint high, uint bit) {
+  return __funnelshift_r(low, high, bit);
+}
 MSL_DEVICE float matrix_sum_rows(float x) {
 #pragma unroll
   for (int h = 4; h <= 16; h *= 2)
@@ -225,6 +228,7 @@ using metal::matrix_row;
 using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
 using metal::table_row;
+using metal::word_at;
 
 #define kernel __device__ __forceinline__
 #define METAL_FUNC __device__ __forceinline__

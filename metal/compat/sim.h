@@ -201,6 +201,9 @@ inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<
 inline uint table_row(uint word, int i, uint at) {
   return (word >> 8 * i & 255u) * TABLE_ROW_BYTES + at;
 }
+inline uint word_at(uint low, uint high, uint bit) {
+  return uint((ulong(high) << 32 | low) >> bit);
+}
 inline float matrix_sum_rows(float x, MSL_SITE) {
   for (ushort h : {2, 4, 16}) {
     x += simd_shuffle_xor(x, h, site);
@@ -240,6 +243,7 @@ using metal::matrix_row;
 using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
 using metal::table_row;
+using metal::word_at;
 
 #define kernel inline
 #define METAL_FUNC inline __attribute__((always_inline))
