@@ -9,21 +9,15 @@
 
 #include "matrix_inputs.h"
 
-// The query rows of a tile as right matrices, from threadgroup memory. Four rows take two columns
-// each.
+// The query rows of a tile as right matrices, from threadgroup memory.
 template <typename T, int D, int ROWS>
 METAL_FUNC void matrix_queries(thread typename MatrixTypes<T>::pair* qf, threadgroup const T* q,
                                uint lane) {
-  const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
   UNROLL
   for (int nb = 0; nb < MATRIX_BANDS(ROWS); nb++) {
     UNROLL
-    for (int i = 0; i < D / 8; i++) {
-      // matrix i of step i / 2: its row 2 c + e is channel e of the pair at 2 i of quarter c
-      const int channel = row / 2 * (D / 4) + 2 * i + row % 2;
-      threadgroup const T* at = q + (ROWS == 4 ? column / 2 : 8 * nb + column) * D + channel;
-      qf[nb * (D / 8) + i] = matrix_right(matrix_pair(at[0], at[ROWS == 4 ? 0 : D]));
-    }
+    for (int i = 0; i < D / 8; i++)
+      qf[nb * (D / 8) + i] = matrix_query<T, D, ROWS>(q, nb, i, lane);
   }
 }
 
@@ -56,7 +50,7 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, ROWS>& state, threadgroup con
     if (!CODED && base >= sinks && base + MATRIX_TOKENS <= any_first)
       continue;
     if (CODED && scales.centred && turn % MATRIX_TURNS == 0)
-      centre_scores<T, D, ROWS>(centres, qf, scales, i, to - 1, lane);
+      centre_scores<T, D, ROWS>(centres, qf, q + MATRIX_REST(D, ROWS), scales, i, to - 1, lane);
     MatrixTurn at;
     at.block = i;
     at.next = i + ATTENTION_SIMDS < to ? i + ATTENTION_SIMDS : i;
@@ -101,7 +95,7 @@ kernel void attention_matrix(
     uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   threadgroup_tables(memory);  // then outputs
-  threadgroup_array(ushort, query, ROWS * D);
+  threadgroup_array(ushort, query, ROWS * D + MATRIX_REST(D, ROWS));
   threadgroup_array(int, row_sinks, ROWS);
   threadgroup_array(int, row_first, ROWS);
   threadgroup_array(int, row_last, ROWS);
@@ -130,8 +124,8 @@ kernel void attention_matrix(
     const long from = query_row(p, b, h, metal::min(row0 + r, rows - 1)) * D;
     MatrixQueryRow<D> to;
     to.row = r;
-    const float most =
-        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
+    const float most = load_query_row<T, D>(query, to, MATRIX_REST(D, ROWS), q, q_code, diagonal,
+                                            p.key_basis, from, body, lane);
     if (lane == 0)
       row_scale[r] = p.scale * most;
   }

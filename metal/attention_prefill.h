@@ -233,7 +233,7 @@ kernel void attention_prefill(
     PrefillQueryRow<D> to;
     to.row = 16 * int(sg) + r;
     const float most =
-        load_query_row<T, D>(query, to, q, q_code, diagonal, p.key_basis, from, body, lane);
+        load_query_row<T, D>(query, to, 0, q, q_code, diagonal, p.key_basis, from, body, lane);
     UNROLL
     for (int i = 0; i < 2; i++) {
       if (r == 8 * i + int(matrix_row(lane)))

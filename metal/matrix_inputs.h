@@ -5,10 +5,10 @@
 #include "matrix_step.h"
 
 // Query row `from` / D as the products take it, for the codes relative to its largest value;
-// channel d goes to `rows` + to.at(d). Returns what scores of it are to be multiplied by, besides
-// the softmax scale.
+// channel d goes to `rows` + to.at(d), and what 16 bits lose of it `rest` values on, if that is not
+// 0. Returns what scores of it are to be multiplied by, besides the softmax scale.
 template <typename T, int D, typename To>
-METAL_FUNC float load_query_row(threadgroup ushort* rows, To to, device const T* q,
+METAL_FUNC float load_query_row(threadgroup ushort* rows, To to, int rest, device const T* q,
                                 device const float* q_code, device const float* diagonal,
                                 constant BasisParams& basis, long from, bool body, uint lane) {
   if (!body) {
@@ -31,8 +31,12 @@ METAL_FUNC float load_query_row(threadgroup ushort* rows, To to, device const T*
   most = metal::simd_max(most);  // 16 bits hold a row relative to its largest value
   const float by = most > 0.0f ? 1.0f / most : 0.0f;
   UNROLL
-  for (int i = 0; i < D / 32; i++)
-    ((threadgroup half*)rows)[to.at(32 * i + int(lane))] = half(v[i] * by);
+  for (int i = 0; i < D / 32; i++) {
+    threadgroup half* at = (threadgroup half*)rows + to.at(32 * i + int(lane));
+    at[0] = half(v[i] * by);
+    if (rest != 0)
+      at[rest] = half(v[i] * by - float(at[0]));
+  }
   return most;
 }
 

@@ -87,10 +87,28 @@ METAL_FUNC device const uchar* from_block(device const uchar* codes, int block, 
   return codes + long(block_start(block, scales)) * bytes;
 }
 
-// Scores of the centres of the steps at block `first` and ATTENTION_SIMDS blocks on, row by row.
+// Where what 16 bits lose of the query rows lies in threadgroup memory, after these; 0 where there
+// is no room for it.
+#define MATRIX_REST(D, ROWS) ((ROWS) * (D) <= 2048 ? (ROWS) * (D) : 0)
+
+// Right matrix i of query rows 8 nb and on, whose row 2 c + e is channel e of the pair at 2 i of
+// quarter c. Four rows take two columns each.
+template <typename T, int D, int ROWS>
+METAL_FUNC typename MatrixTypes<T>::pair matrix_query(threadgroup const T* q, int nb, int i,
+                                                      uint lane) {
+  const int row = int(matrix_row(lane)), column = int(matrix_column(lane));
+  const int channel = row / 2 * (D / 4) + 2 * i + row % 2;
+  threadgroup const T* at = q + (ROWS == 4 ? column / 2 : 8 * nb + column) * D + channel;
+  return matrix_right(matrix_pair(at[0], at[ROWS == 4 ? 0 : D]));
+}
+
+// Scores of the centres of the steps at block `first` and ATTENTION_SIMDS blocks on, row by row. A
+// centre may be much larger than what is coded beside it, and an error of its score is that of 64
+// tokens: what 16 bits lose of the queries, `rest`, has a product of its own.
 template <typename T, int D, int ROWS>
 METAL_FUNC void centre_scores(thread float* centres, thread const typename MatrixTypes<T>::pair* qf,
-                              MatrixScales scales, int first, int last, uint lane) {
+                              threadgroup const T* rest, MatrixScales scales, int first, int last,
+                              uint lane) {
   constexpr int BANDS = MATRIX_BANDS(ROWS), COLUMNS = MATRIX_COLUMNS(ROWS);
   float2 products[2 * BANDS];
   UNROLL
@@ -116,8 +134,16 @@ METAL_FUNC void centre_scores(thread float* centres, thread const typename Matri
       left[2 * i + 1] = matrix_pair(T(float(c.z)), T(float(c.w)));
     }
     UNROLL
-    for (int nb = 0; nb < BANDS; nb++)
+    for (int nb = 0; nb < BANDS; nb++) {
       matrix_multiply_add(products + 2 * nb, left, qf + (nb * (D / 16) + k) * 2);
+      if (MATRIX_REST(D, ROWS) != 0) {
+        typename MatrixTypes<T>::pair more[2];
+        UNROLL
+        for (int i = 0; i < 2; i++)
+          more[i] = matrix_query<T, D, ROWS>(rest, nb, 2 * k + i, lane);
+        matrix_multiply_add(products + 2 * nb, left, more);
+      }
+    }
   }
   UNROLL
   for (int i = 0; i < 2; i++) {
