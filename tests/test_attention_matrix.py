@@ -56,17 +56,17 @@ def test_every_size(dims, width, dtype):
     ran(spec, dims, 16)
 
 
+LENGTHS = [
+    ((1, 2), (0, 0), (0, 0)),  # nothing coded, hardly a token
+    ((69, 64), (1, 0), (1, 0)),  # a single code
+    ((1500, 700), (1408, 600), (64, 600)),  # several slices, a partial block, much grace
+    ((700, 3), (600, 0), (0, 0)),
+]
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("mask", [None, "causal"])
-@pytest.mark.parametrize(
-    ("lengths", "coded", "grace"),
-    [
-        ((1, 2), (0, 0), (0, 0)),  # nothing coded, hardly a token
-        ((69, 64), (1, 0), (1, 0)),  # a single code
-        ((1500, 700), (1408, 600), (64, 600)),  # several slices, a partial block, much grace
-        ((700, 3), (600, 0), (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "coded", "grace"), LENGTHS)
 def test_lengths(lengths, coded, grace, mask):
     for heads, queries in (((8, 2), 1), ((14, 2), 1), ((14, 2), 3)):
         changes = {"lengths": lengths, "coded": coded, "grace": grace, "queries": queries}

@@ -16,7 +16,7 @@ import pytest
 
 from attention_cases import Spec, build, sinks_of
 from attention_oracle import check
-from test_attention_matrix import BASE, check_grown, ran
+from test_attention_matrix import BASE, LENGTHS, check_grown, ran
 from test_attention_prefill import BASE as PREFILL
 from test_attention_prefill import ran as ran_prefill
 
@@ -67,15 +67,7 @@ def test_presets(bits):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("mask", [None, "causal"])
-@pytest.mark.parametrize(
-    ("lengths", "coded", "grace"),
-    [
-        ((1, 2), (0, 0), (0, 0)),  # nothing coded, hardly a token
-        ((69, 64), (1, 0), (1, 0)),  # a single code
-        ((1500, 700), (1408, 600), (64, 600)),  # several slices, a partial block, much grace
-        ((700, 3), (600, 0), (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "coded", "grace"), LENGTHS)
 def test_lengths(lengths, coded, grace, mask):
     for bits, queries in ((2, 1), (3, 2), (1, 9)):
         changes = {"lengths": lengths, "coded": coded, "grace": grace, "queries": queries}
