@@ -26,6 +26,7 @@ import generate_models  # noqa: E402
 import host_cost  # noqa: E402
 import kernels  # noqa: E402
 import report  # noqa: E402
+import token_stages  # noqa: E402
 
 gpu = mx.default_device().type == mx.DeviceType.gpu
 SHAPES = ("4/2x64:256", "4/2x64:512", "2x4/2x64:256", "4/2x64:8x256")
@@ -254,3 +255,12 @@ def test_targets():
     assert report.Target("a", 1.0, 1.0).met and not report.Target("a", 0.99, 1.0).met
     assert str(report.Target("speed", None, 1.0)) == "speed: not measured"
     assert str(report.Target("speed", 0.5, 1.0)).endswith("0.50x, target 1.00x: MISSED")
+
+
+def test_token_stages(capsys):
+    token_stages.main("--model tiny --context 40 --tokens 4 --rounds 2".split())
+    rows = [r.split("│")[1:-1] for r in capsys.readouterr().out.splitlines() if r.startswith("│")]
+    assert [r[0].strip().split(",")[0] for r in rows] == ["uncompressed", "centred-4bit"]
+    for _, *parts, total in rows:
+        spent = [float(x.replace(",", "")) for x in (*parts, total)]
+        assert min(spent) >= 0 and sum(spent[:-1]) <= 1.01 * spent[-1] + 4
