@@ -11,9 +11,11 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models import gemma2, gemma3_text, gpt_oss, qwen3_next
 
 import tiny
+import writing
 from vqkv_ext.adapters.attention import layer_modules
 from vqkv_ext.adapters.mlx_lm import disable_attention, make_prompt_cache
 from vqkv_ext.cache import CompressedKVCache
+from vqkv_ext.evaluation import compare
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread", "no_compile")
 LENGTHS = [(tiny.SMALL, 12), (tiny.DEFAULT, 144)]
@@ -149,3 +151,22 @@ def test_t13_bytes():
     disable_attention(model)
     assert compressed[3].nbytes < 0.4 * own[3].nbytes
     assert sum(c.nbytes for c in compressed[:3]) == sum(c.nbytes for c in own[:3])
+
+
+def _kl_of_biased_keys(bias: float, preset: str) -> float:
+    """Of a model with a bias on the two channels that its rotary embedding hardly turns: the same
+    for all tokens, which softmax does not see."""
+    model = writing.qwen2(hidden_size=256, rope_theta=1e6)
+    for layer in model.model.layers:
+        held = layer.self_attn.k_proj.bias.reshape(2, 64)
+        slow = mx.array([c in (31, 63) for c in range(64)])
+        layer.self_attn.k_proj.bias = mx.where(slow, held + bias, held).reshape(-1)
+    caches = {preset: lambda: make_prompt_cache(model, preset)}
+    return compare(model, tiny.ids(400), caches)[preset].kl
+
+
+def test_t23_a_bias_of_600_costs_a_model_nothing_once_the_mean_is_taken():
+    for preset in ("centred-4bit", "centred-2bit", "trellis-4bit", "trellis-2bit"):
+        assert 0 < _kl_of_biased_keys(600, preset) <= 2 * _kl_of_biased_keys(0, preset), preset
+    without = "turboquant-2bit"  # subtracts nothing
+    assert _kl_of_biased_keys(600, without) > 2 * _kl_of_biased_keys(0, without)
