@@ -13,8 +13,7 @@ import sys
 
 import mlx.core as mx
 from attention_case import Case, Shape
-from report import on_gpu
-from rich.console import Console
+from report import make_console, on_gpu
 from timing import extra_bytes
 
 
@@ -60,7 +59,7 @@ def main() -> None:
         return
     size = 2 if on_gpu() else 4
     dense = 2 * shape.batch * shape.kv_heads * shape.tokens * shape.width * size
-    console = Console()
+    console = make_console()
     for preset in args.presets:
         console.print(
             f"{shape}, {preset}: {extra(shape, preset) / 1e6:.1f} MB beside the inputs; decoded "

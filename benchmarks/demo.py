@@ -29,6 +29,7 @@ import mlx.nn as nn
 import mlx_lm
 from cache_bytes import MakeCache, held_bytes, per_token
 from quality import PRESETS, compressed, count_bytes, judge, suitable, to_json
+from report import make_console
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -236,7 +237,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Sizes]
 def main() -> int:
     args, sizes = parse()
     try:
-        results = run(args, sizes, Console())
+        results = run(args, sizes, make_console())
     except RuntimeError as error:  # no network, no such model
         print(error, file=sys.stderr)
         return 1

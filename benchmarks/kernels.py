@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from kernel_cases import OPS, Calls
 from kernel_targets import speed_lines, without_result
-from rich.console import Console
+from report import make_console
 from rich.table import Table
 from timing import blas, milliseconds
 
@@ -161,7 +161,7 @@ def main() -> None:
     chosen = {name: make for name, make in OPS.items() if any(part in name for part in args.ops)}
     if not chosen:
         parser.error(f"--ops must name one of: {'; '.join(OPS)}")
-    console = Console()
+    console = make_console()
     results = {}
     for name, make in sorted(chosen.items()):
         check(name, make(10_000))

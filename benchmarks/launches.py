@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.cache as stock
-from rich.console import Console
+from report import make_console
 from rich.table import Table
 
 from vqkv_ext import ops
@@ -85,7 +85,7 @@ def main() -> None:
     for name, counts in found.items():
         n = launches(counts)
         table.add_row(name, f"{n / args.tokens:.2f}", f"{(n - base) / args.tokens:+.2f}")
-    console = Console()
+    console = make_console()
     console.print(table)
     if args.details:
         for name, counts in found.items():
