@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -133,6 +134,7 @@ def test_t27_bytes_and_memory():
         else:
             cache = stock.make_prompt_cache(model)
         mx.synchronize()
+        gc.collect()  # what other tests left
         mx.clear_cache()
         base = mx.get_active_memory()
         mx.reset_peak_memory()
