@@ -1,5 +1,7 @@
 #include "contiguous.h"
 
+#include "mlx/primitives.h"
+
 namespace vqkv {
 
 mx::array row_major(const mx::array& a, mx::Stream s, std::vector<mx::array>& temporaries) {

@@ -1,10 +1,8 @@
 // Inputs as the kernels read them.
 #pragma once
 
-#include "backend/backend.h"
 #include "common.h"
 #include "mlx/ops.h"
-#include "mlx/primitives.h"
 
 namespace vqkv {
 

@@ -137,10 +137,13 @@ def test_three_numbers_stand_for_equal_rows(rng, causal, native):
     counts = tuple(case.keys.layout.rows[0].tolist())
     rows = mx.array([counts, counts], mx.int32)
 
-    def call(q, rows):
+    def call(q, rows, table=None):
         layout = Layout(rows, *(getattr(case.keys.layout, n) for n in SPANS))
-        sides = (replace(side, layout=layout) for side in (case.keys, case.values))
-        return ops.attention(q, *sides, scale=0.1, mask=causal, use_metal_kernels=native)
+        keys, values = (replace(side, layout=layout) for side in (case.keys, case.values))
+        if table is not None:
+            body = keys.body
+            keys = replace(keys, body=replace(body, code=replace(body.code, table=table)))
+        return ops.attention(q, keys, values, scale=0.1, mask=causal, use_metal_kernels=native)
 
     want = call(case.q, rows)
     assert mx.array_equal(call(case.q, counts), want)
@@ -150,6 +153,14 @@ def test_three_numbers_stand_for_equal_rows(rng, causal, native):
     got = mx.vmap(lambda q: call(q, counts), in_axes=2)(qs)
     assert mx.allclose(got[0], want, atol=1e-5)
     assert mx.allclose(got[1], call(case.q + 1, rows), atol=1e-5)
+    # mapped tables go through the reference, with queries mapped over any axis
+    tables = mx.stack([case.keys.body.code.table, -case.keys.body.code.table])
+    for axis in (0, 2):
+        q = mx.moveaxis(qs, 2, axis)
+        got = mx.vmap(lambda q, t: call(q, counts, t), in_axes=(axis, 0))(q, tables)
+        for i in range(2):
+            want = call(qs[:, :, i], rows, tables[i])
+            assert mx.allclose(got[i], want, atol=2e-5)
 
 
 SPANS = ("sink_tokens", "window", "block")

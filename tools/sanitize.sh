@@ -30,7 +30,8 @@ export UBSAN_OPTIONS=print_stacktrace=0:halt_on_error=1
 # watch the buffers anyway, some files.
 tests=()
 for name in vq scalar hadamard hadamard_quantize qjl trellis attention attention_matrix \
-  attention_prefill attention_trellis attention_axes attention_transforms gradient cache mlx_lm; do
+  attention_prefill attention_trellis attention_axes attention_transforms gradient cache \
+  cache_append mlx_lm; do
   tests+=("tests/test_$name.py")
 done
 simulated=()

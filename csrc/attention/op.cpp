@@ -207,8 +207,7 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
                      o.sinks.has_value(),
                      o.key_diagonal.has_value(),
                      o.value_diagonal.has_value(),
-                     !layout,
-                     layout ? std::array<int, 3>{} : std::get<1>(rows)};
+                     layout ? std::nullopt : std::optional(std::get<1>(rows))};
   // q stands for what there is not
   std::vector<mx::array> in{q, q_code_ || !o.key_diagonal ? contiguous(q_code, mx::float32, s) : q,
                             layout ? contiguous(*layout, s) : q, k_tail, v_tail};

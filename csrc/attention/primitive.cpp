@@ -11,6 +11,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "vmap.h"
 
 namespace vqkv {
 namespace {
@@ -71,14 +72,14 @@ std::vector<mx::array> in_order(std::vector<mx::array> in, mx::Stream s,
   return in;
 }
 
-/** The inputs as the reference takes them, which knows no layout but an array. */
-std::vector<mx::array> with_layout(std::vector<mx::array> in, const AttentionSpec& spec,
-                                   mx::Stream s) {
-  if (spec.uniform) {
-    auto row = mx::array(spec.counts.data(), mx::Shape{1, 3}, mx::int32);
-    in[kLayout] = mx::broadcast_to(row, {in[kQuery].shape(0), 3}, s);
+/** The layout of so many rows as the reference takes it, an array. */
+mx::array layout_array(const std::vector<mx::array>& in, const AttentionSpec& spec, int batch,
+                       mx::Stream s) {
+  if (!spec.counts) {
+    return in[kLayout];
   }
-  return in;
+  auto row = mx::array(spec.counts->data(), mx::Shape{1, 3}, mx::int32);
+  return mx::broadcast_to(row, {batch, 3}, s);
 }
 
 }  // namespace
@@ -104,8 +105,10 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   }
   p.value = code_params(in[kValueCodes], in[kValueTable], p.value_dim, spec.value_stride,
                         spec.value_scaled, spec.value_centred);
-  p.uniform = spec.uniform;
-  std::copy(spec.counts.begin(), spec.counts.end(), p.counts);
+  if (spec.counts) {
+    p.uniform = 1;
+    std::copy(spec.counts->begin(), spec.counts->end(), p.counts);
+  }
   p.sink_tokens = spec.sink_tokens;
   p.window = spec.window;
   p.block = spec.block;
@@ -182,7 +185,8 @@ Scalars Attention::scalars() const {
 // Queries stand for a layout that is none, and may be differentiated there as well.
 ArrayFunction Attention::plain(const std::vector<mx::array>& primals) {
   return [f = reference("attention", scalars()),
-          layout = with_layout(primals, spec_, stream())[kLayout]](std::vector<mx::array> in) {
+          layout = layout_array(primals, spec_, primals[kQuery].shape(0), stream())](
+             std::vector<mx::array> in) {
     in[kLayout] = layout;
     return f(in);
   };
@@ -215,12 +219,7 @@ std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
 std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
     const std::vector<mx::array>& in, const std::vector<int>& axes) {
   auto s = stream();
-  int n = 0;
-  for (size_t i = 0; i < in.size(); ++i) {
-    if (axes[i] >= 0) {
-      n = in[i].shape(axes[i]);
-    }
-  }
+  const int n = calls(in, axes), batch = in[kQuery].shape(axes[kQuery] == 0 ? 1 : 0);
   std::vector<int> outs(spec_.separate ? 2 : 1, 0);
   // not of the batch, and so without an axis that could take the mapped one
   constexpr int kShared[] = {kKeyTable, kPairTable,   kValueTable,
@@ -234,21 +233,15 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
   if (shared_mapped) {
     auto all = in;
     auto all_axes = axes;
-    if (spec_.uniform) {
-      auto one = in;
-      if (axes[kQuery] >= 0) {
-        one[kQuery] = mx::take(in[kQuery], 0, axes[kQuery], s);
-      }
-      all[kLayout] = with_layout(one, spec_, s)[kLayout];
-      all_axes[kLayout] = -1;
-    }
+    all[kLayout] = layout_array(in, spec_, batch, s);
+    all_axes[kLayout] = spec_.counts ? -1 : axes[kLayout];
     auto mapped = mx::vmap(reference("attention", scalars()), all_axes, outs);
     return {mapped(all), outs};
   }
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
     const bool shared = std::find(std::begin(kShared), std::end(kShared), i) != std::end(kShared);
-    if (shared || (i == kMask && !spec_.masked) || (i == kLayout && spec_.uniform)) {
+    if (shared || (i == kMask && !spec_.masked) || (i == kLayout && spec_.counts)) {
       folded.push_back(shared && axes[i] < 0 ? in[i] : folded[kQuery]);
       continue;
     }
@@ -256,7 +249,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
     auto shape = a.shape();
     shape[0] = n;
     if (i == kMask) {  // its batch may be 1 for all
-      shape[1] = in[kQuery].shape(axes[kQuery] == 0 ? 1 : 0);
+      shape[1] = batch;
     }
     a = mx::broadcast_to(a, shape, s);
     folded.push_back(mx::contiguous(mx::flatten(a, 0, 1, s), false, s));

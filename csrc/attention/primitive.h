@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 
 #include "launch.h"
 #include "metal_params.h"
@@ -22,8 +23,7 @@ struct AttentionSpec {
   bool causal;
   bool separate;
   bool masked, sinks, key_turned, value_turned;  // which of the optional inputs there are
-  bool uniform;                                  // the layout is `counts` in all rows, not an input
-  std::array<int, 3> counts;
+  std::optional<std::array<int, 3>> counts;      // the layout of all rows, which then is no input
 
   bool operator==(const AttentionSpec&) const = default;
 };

@@ -25,7 +25,7 @@ from .batch_rows import (
     write_tails,
 )
 from .cache import CompressedKVCache
-from .cache_base import CompressedCache, integer
+from .cache_base import CompressedCache, integer, own
 from .cache_config import CacheConfig
 from .codecs.base import Codec, CodedArrays
 from .coded_body import centre_of, encode_span, fit, store_span
@@ -162,7 +162,7 @@ class BatchCompressedKVCache(CompressedCache):
             tails = (fit(tails[0], need), fit(tails[1], need))
         elif self._tails is not None:
             # those handed out keep what they are; with no other owner the update is in place
-            tails = self._tails = (tails[0][...], tails[1][...])
+            tails = self._tails = (own(tails[0]), own(tails[1]))
         write_tails(tails, (keys, values), slots, skip, take)
         return tails
 

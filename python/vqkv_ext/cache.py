@@ -22,7 +22,7 @@ from .cache_base import CompressedCache, integer
 from .cache_config import CacheConfig
 from .codecs.base import Codec
 from .coded_body import CodedSpan, centre_of, encode_span, store_span
-from .compressed_array import CompressedArray, Fetched
+from .compressed_array import CompressedArray
 
 if TYPE_CHECKING:
     from .batch_cache import BatchCompressedKVCache
@@ -87,21 +87,16 @@ class CompressedKVCache(CompressedCache):
         tails, config = self._tails, self.config
         if tails is None or config.use_metal_kernels is not None or not _ext.has_kernels():
             return None
-        sinks, offset, coded = config.sink_tokens, self.offset, self._coded
         try:
-            total = offset + keys.shape[2]
-            if total >= sinks + config.window + coded + config.block:
+            total = self.offset + keys.shape[2]
+            if config.due(total) > self._coded:
                 return None
-            at = offset if offset < sinks else offset - self._tail_start + sinks
-            k, v = _ext.append_tokens(*tails, keys, values, at)
+            k, v = _ext.append_tokens(*tails, keys, values, self._slot(self.offset))
         except (AttributeError, IndexError, TypeError, ValueError):
             return None  # no room, or arguments that the other way refuses
         self._tails = k, v
         self.offset = total
-        reader = self._reader
-        if reader is None:
-            return self._handles(self._tails, coded, self._tail_start)
-        return Fetched(reader, self._tails, (total, coded, self._tail_start), total).arrays()
+        return self._handles(self._tails, self._coded, self._tail_start)
 
     def _slot(self, position: int) -> int:
         return self.config.slot(position, self._tail_start)
