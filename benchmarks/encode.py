@@ -3,10 +3,11 @@
 kernels.py compares all ops with NumPy and MLX over sizes; this is about one large size each and
 what the device could do: the bytes of inputs and results at the bandwidth of an elementwise copy.
 The first row has the shape of one layer of a model with 4 KV heads of 256 and 4096 tokens; its
-naive graph computes distances by broadcasting, 4096 vectors at a time so that it fits in memory.
-Of several ways to do the same in plain MLX the fastest stands in the table. Memory is MLX's peak
-during a call beyond what was held before it, the result included. On a CPU small results stay in
-its caches, and shares may exceed 100 %.
+naive graph computes distances by broadcasting, 4096 vectors at a time so that it fits in memory. A
+trellis code is searched for block by block: its rows, and one of hadamard_quantize beside them, are
+a block of 64 tokens of 8 heads. Of several ways to do the same in plain MLX the fastest stands in
+the table. Memory is MLX's peak during a call beyond what was held before it, the result included.
+On a CPU small results stay in its caches, and shares may exceed 100 %.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ from timing import copy_bandwidth, extra_bytes, milliseconds
 VQ = "quantize_vq, 256 x 4"
 NAIVE = "naive graph"
 TOGETHER = 5  # calls in one eval on a GPU
+BLOCK = 64 * 8 * 128  # values of a block of tokens: 64 tokens of 8 heads of 128
+BLOCK_TOGETHER = 20
+SEARCHED, SCALAR = "trellis_encode, 2 bits", "hadamard_quantize, 4 bits, a block"
 
 
 @dataclass(frozen=True)
 class Op:
-    """``make(n)`` for about n values; targets are a share of the copy bandwidth, or times as fast
-    as plain MLX and the naive graph. ``others`` get the inputs of ours and stand in rows of their
-    own."""
+    """``make(n)`` for about n values, of a block of tokens at most n = ``BLOCK``; targets are a
+    share of the copy bandwidth, or times as fast as plain MLX and the naive graph. ``others`` get
+    the inputs of ours and stand in rows of their own."""
 
     name: str
     make: Callable[[int], Calls]
+    block: bool = False
     share: float | None = None
     over_mlx: float | None = None
     over_naive: float | None = None
@@ -82,9 +87,16 @@ HADAMARD = [
     for b in (4, 3, 2)
     for dtype in ("float16", "float32")
 ]
-TRELLIS = [
-    Op(f"trellis_encode, {b} bit{'s' if b > 1 else ''}", partial(trellis.trellis_encode, bits=b))
-    for b in (1, 2, 3, 4)
+BLOCKS = [
+    Op(SCALAR, partial(hadamard.hadamard_quantize, bits=4, dtype=mx.float16), block=True),
+    *[
+        Op(
+            f"trellis_encode, {b} bit{'s' if b > 1 else ''}",
+            partial(trellis.trellis_encode, bits=b),
+            block=True,
+        )
+        for b in (1, 2, 3, 4)
+    ],
 ]
 STREAMS = [
     Op(f"{name}, {b} bit{'s' if b > 1 else ''}", partial(make, bits=b), share=0.6)
@@ -100,7 +112,7 @@ OPS = [
         others={"matmul + argmin, whole": matmul_argmin, NAIVE: naive},
     ),
     *HADAMARD,
-    *TRELLIS,
+    *BLOCKS,
     *STREAMS,
     Op("qjl_encode, m=128, float32", qjl.qjl_encode),
 ]
@@ -136,7 +148,7 @@ def measure_op(op: Op, values: int, rounds: int, bandwidth: float) -> Row:
     results = _several(calls.ours())
     moved = sum(a.nbytes for a in (*calls.reads, *results))
     ways = [calls.ours, *([best] if best else [])]
-    together = TOGETHER if on_gpu() else 1
+    together = (BLOCK_TOGETHER if op.block else TOGETHER) if on_gpu() else 1
     ms, *theirs = milliseconds(*ways, rounds=rounds, together=together)
     row |= {"ours_ms": ms, "bytes": moved, "share": moved / bandwidth / (1e-3 * ms)}
     row["extra_bytes"] = extra_bytes(calls.ours)
@@ -164,6 +176,7 @@ def measure(args: argparse.Namespace, console: Console) -> Results:
     rows = []
     for op in args.ops:
         values = args.vectors * vq.DIMS if op.name == VQ else args.values
+        values = min(values, BLOCK) if op.block else values
         with console.status(op.name), released():
             rows.append(measure_op(op, values, args.rounds, bandwidth))
     return {"bandwidth": bandwidth, "where": where(), "rows": rows}
@@ -171,6 +184,13 @@ def measure(args: argparse.Namespace, console: Console) -> Results:
 
 def _ratio(row: Row, ms: float | None) -> float | None:
     return None if ms is None or "ours_ms" not in row else ms / row["ours_ms"]
+
+
+def search_cost(measured: dict[str, Row]) -> Target:
+    """A block of a trellis code takes at most three times that of scalar codes, and 50 us."""
+    searched, scalar = (measured.get(name, {}).get("ours_ms") for name in (SEARCHED, SCALAR))
+    found = None if searched is None or scalar is None else (3 * scalar + 0.05) / searched
+    return Target("trellis_encode, 2 bits, a block: (3 x hadamard_quantize + 50 us) / it", found, 1)
 
 
 def targets(rows: list[Row]) -> list[Target]:
@@ -188,6 +208,7 @@ def targets(rows: list[Row]) -> list[Target]:
         ):
             if least is not None:
                 found.append(Target(f"{op.name}, speed over {other}", _ratio(row, ms), least))
+    found.append(search_cost(measured))
     return found
 
 

@@ -18,7 +18,7 @@ from stages import stage
 
 from vqkv_ext import __version__
 from vqkv_ext.adapters.calibrate import collect, fit_layers, with_factors
-from vqkv_ext.adapters.gguf import load_gguf
+from vqkv_ext.adapters.gguf import best_expanded, load_gguf
 from vqkv_ext.adapters.mlx_lm import model_shape
 from vqkv_ext.adapters.query_statistics import key_factors
 from vqkv_ext.codecs import Calibration, query_aware
@@ -45,10 +45,7 @@ def load(
             path = str(fetch())
     with console.status(f"loading {path}"):
         if path.endswith(".gguf"):
-            # MLX's CPU multiplies quantised weights of 16 bits 60 times slower than expanded ones;
-            # GPUs do not.
-            on_cpu = mx.default_device().type == mx.DeviceType.cpu
-            model, tokenizer = load_gguf(path, dtype=dtype, dequantize=on_cpu)
+            model, tokenizer = load_gguf(path, dtype=dtype, dequantize=best_expanded())
         else:
             model, tokenizer = mlx_lm.load(path)[:2]
     if worthwhile():

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common.h"
@@ -31,8 +32,8 @@ struct Launch {
 };
 
 /** The dtype as kernel names spell it: "float16", "uint8". */
-inline std::string dtype_name(mx::Dtype t) {
-  switch (t.val()) {  // a stream would cost as much as a launch
+inline const char* dtype_name(mx::Dtype t) {
+  switch (t.val()) {
     case mx::Dtype::Val::float16:
       return "float16";
     case mx::Dtype::Val::bfloat16:
@@ -46,6 +47,37 @@ inline std::string dtype_name(mx::Dtype t) {
     default:
       throw std::invalid_argument("[launch] no kernel has this dtype.");
   }
+}
+
+// Of a call's time on the host the launch is a part that counts: names are built in one piece, and
+// launches moved into the list rather than copied as an initializer list would.
+
+inline void append_part(std::string& name, const std::string& part) {
+  name += part;
+}
+inline void append_part(std::string& name, const char* part) {
+  name += part;
+}
+inline void append_part(std::string& name, int part) {
+  name += std::to_string(part);
+}
+
+/** The parts joined by '_': a kernel's name. */
+template <typename... Parts>
+std::string kernel_name(const char* first, const Parts&... rest) {
+  std::string name;
+  name.reserve(64);
+  name += first;
+  ((name += '_', append_part(name, rest)), ...);
+  return name;
+}
+
+template <typename... L>
+std::vector<Launch> launches(L&&... each) {
+  std::vector<Launch> list;
+  list.reserve(sizeof...(each));
+  (list.push_back(std::forward<L>(each)), ...);
+  return list;
 }
 
 /** Whether kernels may read vectors of 16 bytes from the array. */

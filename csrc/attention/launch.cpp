@@ -109,8 +109,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     first.threads = 32 * simds;
     least = kPrefillTokensPerSlice;
     first.cuda_shared_bytes = kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2;
-    first.kernel =
-        "attention_prefill_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" + code;
+    first.kernel = kernel_name("attention_prefill", dtype_name(dtype), p.key_dim, code);
   } else if (matrices) {
     // decoding takes longest for a trellis code, and no less for fewer rows
     const int least_rows = trellis ? 8 : 4, most_rows = trellis && p.key_dim > 128 ? 8 : 16;
@@ -120,14 +119,14 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
                                 least_rows, most_rows);
     groups_per_core = rows_per_group == 4 && p.key_dim < 256 ? 3 : 2;
     first.cuda_shared_bytes = kCudaTables;
-    first.kernel = "attention_matrix_" + dtype_name(dtype) + "_" + std::to_string(p.key_dim) + "_" +
-                   code + "_" + std::to_string(rows_per_group);
+    first.kernel =
+        kernel_name("attention_matrix", dtype_name(dtype), p.key_dim, code, rows_per_group);
   } else {
     const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
     const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),
                                        [&](const Variant& v) { return width <= v.width; });
     rows_per_group = variant->rows;
-    first.kernel = "attention_tile_" + dtype_name(dtype) + "_" + std::to_string(variant->width);
+    first.kernel = kernel_name("attention_tile", dtype_name(dtype), variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
   const int64_t pairs = tiles * heads;
@@ -154,9 +153,8 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
 
   Launch merge;
   const bool by_rows = prefill && all <= kFewSlices;
-  merge.kernel =
-      by_rows ? "attention_merge_rows_" + dtype_name(dtype) + "_" + std::to_string(p.value_dim)
-              : "attention_merge_" + dtype_name(dtype);
+  merge.kernel = by_rows ? kernel_name("attention_merge_rows", dtype_name(dtype), p.value_dim)
+                         : kernel_name("attention_merge", dtype_name(dtype));
   merge.inputs = {part, part_ml, in[kSinks], in[kValueDiagonal]};
   // whole, or of codes and tail; part stands for what is not written
   if (p.separate) {
@@ -167,7 +165,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   merge.grid = {groups(rows, by_rows ? kThreads / 32 : 1), 1, 1};
   merge.threads = kThreads;
   merge.set_params(p);
-  return {first, merge};
+  return launches(std::move(first), std::move(merge));
 }
 
 }  // namespace vqkv

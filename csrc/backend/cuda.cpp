@@ -103,6 +103,7 @@ Kernels& kernels(mx::cu::Device& device) {
 // metal/compat/cuda.h: a kernel has one argument, the pointers to its buffers and then the params.
 std::vector<char> arguments(const Launch& l) {
   std::vector<char> bytes;
+  bytes.reserve(8 * (l.inputs.size() + l.outputs.size() + 1) + l.params.size());
   auto append = [&](const void* data, size_t n) {
     auto* p = static_cast<const char*>(data);
     bytes.insert(bytes.end(), p, p + n);

@@ -20,13 +20,13 @@ std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
                                     const mx::array& out, bool inverse) {
   auto p = hadamard_params(x.shape(), x.dtype(), signs.shape(), out.dtype(), inverse);
   Launch l;
-  l.kernel = "hadamard_" + std::to_string(x.shape(-1));
+  l.kernel = kernel_name("hadamard", x.shape(-1));
   l.inputs = {x, signs};
   l.outputs = {out};
   l.set_params(p);
   l.grid = {groups(p.rows, kSimdgroups), 1, 1};
   l.threads = 32 * kSimdgroups;
-  return {l};
+  return launches(std::move(l));
 }
 
 std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
@@ -38,8 +38,8 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
   const int64_t rows = code.block ? code.block : kSimdgroups * rows_of_simdgroup(x.shape(-1));
   Launch l;
-  l.kernel = std::string(code.block ? "hadamard_quantize_blocks_" : "hadamard_quantize_") +
-             std::to_string(x.shape(-1));
+  l.kernel =
+      kernel_name(code.block ? "hadamard_quantize_blocks" : "hadamard_quantize", x.shape(-1));
   l.inputs = in;
   if (!code.block && !frozen) {
     l.inputs.insert(l.inputs.end(), 2, in[2]);  // in place of the centres, not read
@@ -48,7 +48,7 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   l.set_params(p);
   l.grid = {groups(p.rows, rows), 1, 1};
   l.threads = 32 * kSimdgroups;
-  return {l};
+  return launches(std::move(l));
 }
 
 }  // namespace vqkv

@@ -8,11 +8,11 @@ namespace {
 constexpr int64_t kThreads = 128, kVectors = 32, kChannels = 64, kRows = 8;
 
 /** "encode" or "project". */
-Launch products(const std::string& what, const mx::array& x, const mx::array& sketch,
+Launch products(const char* what, const mx::array& x, const mx::array& sketch,
                 std::vector<mx::array> outputs) {
   auto p = qjl_params(x.shape(), sketch.shape());
   Launch l;
-  l.kernel = "qjl_" + what + "_" + dtype_name(x.dtype());
+  l.kernel = kernel_name("qjl", what, dtype_name(x.dtype()));
   l.inputs = {x, sketch};
   l.outputs = std::move(outputs);
   l.set_params(p);
@@ -25,7 +25,7 @@ Launch products(const std::string& what, const mx::array& x, const mx::array& sk
 
 std::vector<Launch> qjl_encode_launch(const mx::array& x, const mx::array& sketch,
                                       const std::vector<mx::array>& out) {
-  return {products("encode", x, sketch, out)};
+  return launches(products("encode", x, sketch, out));
 }
 
 std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, const mx::array& out,
@@ -38,13 +38,13 @@ std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, c
   temporaries.push_back(projected);
 
   Launch l;
-  l.kernel = "qjl_scores_" + dtype_name(norms.dtype());
+  l.kernel = kernel_name("qjl_scores", dtype_name(norms.dtype()));
   l.inputs = {projected, signs, norms};
   l.outputs = {out};
   l.set_params(p);
   l.grid = {groups(p.tokens, kThreads), groups(p.rows, kRows), groups(p.heads, 1)};
   l.threads = kThreads;
-  return {products("project", q, sketch, {projected}), l};
+  return launches(products("project", q, sketch, {projected}), std::move(l));
 }
 
 }  // namespace vqkv

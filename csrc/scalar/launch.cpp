@@ -15,35 +15,35 @@ std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
   Launch l;
   l.kernel = std::move(kernel);
   l.inputs = std::move(inputs);
-  l.outputs = {output};
+  l.outputs.push_back(output);
   l.set_params(p);
   l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), octets * kThreads), 1, 1};
   l.threads = kThreads;
-  return {l};
+  return launches(std::move(l));
 }
 
 }  // namespace
 
 std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
-  return launch("pack_bits_" + dtype_name(indices.dtype()), {indices}, packed, indices.shape(),
-                bits, kOctets);
+  return launch(kernel_name("pack_bits", dtype_name(indices.dtype())), {indices}, packed,
+                indices.shape(), bits, kOctets);
 }
 
 std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices,
                                        int bits) {
-  return launch("unpack_bits_" + dtype_name(indices.dtype()), {packed}, indices, indices.shape(),
-                bits, kOctets);
+  return launch(kernel_name("unpack_bits", dtype_name(indices.dtype())), {packed}, indices,
+                indices.shape(), bits, kOctets);
 }
 
 std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
                                            const mx::array& packed, int bits) {
-  return launch("quantize_scalar_" + dtype_name(x.dtype()), {x, centroids}, packed, x.shape(),
-                bits);
+  return launch(kernel_name("quantize_scalar", dtype_name(x.dtype())), {x, centroids}, packed,
+                x.shape(), bits);
 }
 
 std::vector<Launch> dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
                                              const mx::array& out, int bits) {
-  return launch("dequantize_scalar_" + dtype_name(out.dtype()), {packed, centroids}, out,
+  return launch(kernel_name("dequantize_scalar", dtype_name(out.dtype())), {packed, centroids}, out,
                 out.shape(), bits);
 }
 

@@ -13,13 +13,13 @@ std::vector<Launch> trellis_encode_launch(const std::vector<mx::array>& in,
   auto p = trellis_params(in[0].shape(), code);
   p.simdgroups = std::min(kSimdgroups, kValues / ((p.width + 7) / 8 * 8));
   Launch l;
-  l.kernel = "trellis_encode_" + std::to_string(p.bits);
+  l.kernel = kernel_name("trellis_encode", p.bits);
   l.inputs = in;
   l.outputs = out;
   l.set_params(p);
   l.grid = {groups(p.rows, p.simdgroups), 1, 1};
   l.threads = 32 * p.simdgroups;
-  return {l};
+  return launches(std::move(l));
 }
 
 }  // namespace vqkv

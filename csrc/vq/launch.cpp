@@ -13,8 +13,8 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
           " values, but got ", p.dims, ".");
   const bool held = p.dims == 8 || (codes.dtype() == mx::uint8 && (p.dims == 2 || p.dims == 4));
   Launch l;
-  l.kernel = "quantize_vq_" + dtype_name(x.dtype()) + "_" + dtype_name(codes.dtype()) + "_" +
-             std::to_string(held ? p.dims : 0);
+  l.kernel = kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
+                         held ? p.dims : 0);
   l.inputs = {x, codebook};
   l.outputs = {codes};
   l.set_params(p);
@@ -22,20 +22,20 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
   const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
   l.grid = {groups(each, kThreads * kPerThread), groups(books, 1), 1};
   l.threads = kThreads;
-  return {l};
+  return launches(std::move(l));
 }
 
 std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
                                          const mx::array& out) {
   auto p = vq_params("dequantize_vq", codes.shape(), codebook.shape(), true);
   Launch l;
-  l.kernel = "dequantize_vq_" + dtype_name(out.dtype()) + "_" + dtype_name(codes.dtype());
+  l.kernel = kernel_name("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
   l.inputs = {codes, codebook};
   l.outputs = {out};
   l.set_params(p);
   l.grid = {groups(codes.size(), kThreads), 1, 1};
   l.threads = kThreads;
-  return {l};
+  return launches(std::move(l));
 }
 
 }  // namespace vqkv

@@ -51,6 +51,12 @@ _LLAMA3_SPLIT = (
 )
 
 
+def best_expanded() -> bool:
+    """Whether quantised weights are better expanded on the default device: a CPU multiplies dense
+    ones through BLAS, and on CUDA MLX 0.32.4's quantised products hang at times."""
+    return mx.default_device().type == mx.DeviceType.cpu or not mx.metal.is_available()
+
+
 def load_gguf(
     path: str | Path, *, dtype: mx.Dtype | None = None, dequantize: bool = False
 ) -> tuple[llama.Model, TokenizerWrapper]:

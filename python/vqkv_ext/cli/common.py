@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import mlx.core as mx
-
 LONGEST_TOKEN = 40  # characters, on average; what lies beyond need not be tokenised
 
 
@@ -74,10 +72,9 @@ def load_model(name: str) -> tuple[Any, Any]:
         )
     try:
         if name.endswith(".gguf"):
-            from ..adapters.gguf import load_gguf
+            from ..adapters.gguf import best_expanded, load_gguf
 
-            # expanded weights run through BLAS; a GPU reads the quantised ones faster
-            return load_gguf(name, dequantize=mx.default_device().type == mx.DeviceType.cpu)
+            return load_gguf(name, dequantize=best_expanded())
         return mlx_lm.load(name)[:2]
     except Exception as e:  # mlx_lm, transformers and the hub raise nearly everything
         raise InputError(f"cannot load {name}: {e or type(e).__name__}") from e
