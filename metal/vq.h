@@ -6,7 +6,7 @@
 
 // Floats of codebook staged in threadgroup memory at a time (16 KiB).
 #define VQ_STAGE 4096
-#define VQ_THREADS 256
+#define VQ_THREADS 128
 #define VQ_PER_THREAD 4
 #define VQ_GROUP 8  // rows of which the nearest is sought together, a power of two
 
@@ -59,46 +59,96 @@ METAL_FUNC float vq_distance(thread const float* x, thread const float* c) {
   return d;
 }
 
-// The nearest of the staged rows to each vector, first by groups of VQ_GROUP rows, of which only
-// the least distance is kept; then the row of the best group by computing its distances again. best
-// and code hold what earlier stages gave, the first of which has index k0.
+// The nearest row to one vector by its distances to all: of equal ones the first. best and code
+// hold what earlier stages gave, the first of which has index k0.
+template <int D>
+METAL_FUNC void vq_search_all(thread const float* v, thread float& best, thread uint& code,
+                              threadgroup const float4* stage, int rows, int k0) {
+  for (int k = 0; k < rows; k++) {
+    float c[D];
+    vq_row<D>(c, stage, k);
+    const float d = vq_distance<D>(v, c);
+    const bool closer = d < best;  // false for NaN
+    best = closer ? d : best;
+    code = closer ? uint(k0 + k) : code;
+  }
+}
+
+// What scores |c|^2 / 2 - <x, c> of two rows may differ by though their distances, as computed, are
+// in the other order. A score is off by at most 1.5 D u (|x|^2 + |c|^2), half a distance by (D + 2)
+// u times the same, u = 2^-24; `most` is the largest |c|^2 / 2. The constant is for underflow.
+template <int D>
+METAL_FUNC float vq_margin(thread const float* v, float most) {
+  float norm2 = 0.0f;
+  UNROLL
+  for (int j = 0; j < D; j++)
+    norm2 = metal::fma(v[j], v[j], norm2);
+  return (3 * D + 4) * 1.35e-7f * (norm2 + 2.0f * most) + 1.0e-36f;
+}
+
+// The nearest of the staged rows to each vector. Of each VQ_GROUP rows only the least score is
+// kept, which takes half the operations of distances; then distances say which row of the best
+// group it is, or of all rows where another group is too close. halves: |c|^2 / 2, at most `most`.
 template <int D>
 METAL_FUNC void vq_search(thread const float* v, thread float* best, thread uint* code,
-                          threadgroup const float4* stage, int rows, int k0, uint lane) {
+                          threadgroup const float4* stage, threadgroup const float4* halves,
+                          float most, int rows, int k0, uint lane) {
   int from[VQ_PER_THREAD];  // first row of the group
+  float low[VQ_PER_THREAD], second[VQ_PER_THREAD];
   UNROLL
-  for (int r = 0; r < VQ_PER_THREAD; r++)
-    from[r] = -1;
+  for (int r = 0; r < VQ_PER_THREAD; r++) {
+    from[r] = 0;
+    low[r] = second[r] = INFINITY;
+  }
   for (int k = 0; k < rows; k += VQ_GROUP) {
     float least[VQ_PER_THREAD];
     UNROLL
     for (int i = 0; i < VQ_GROUP; i++) {
-      float c[D];
-      vq_row<D>(c, stage, k + i);
+      float c[D > 2 ? D : 4];
+      if (D == 2) {  // two rows at a time
+        vq_row<4>(c, stage, k / 2 + i / 2);
+        c[0] = i % 2 == 0 ? c[0] : c[2];
+        c[1] = i % 2 == 0 ? c[1] : c[3];
+      } else {
+        vq_row<D>(c, stage, k + i);
+      }
+      const float4 four = halves[k / 4 + i / 4];
+      const float start = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
       UNROLL
       for (int r = 0; r < VQ_PER_THREAD; r++) {
-        const float d = vq_distance<D>(v + r * D, c);
-        least[r] = i == 0 ? d : metal::min(least[r], d);  // of NaN and a number the number
+        float s = start;
+        UNROLL
+        for (int j = 0; j < D; j++)
+          s = metal::fma(-v[r * D + j], c[j], s);
+        least[r] = i == 0 ? s : metal::min(least[r], s);  // of NaN and a number the number
       }
     }
     UNROLL
     for (int r = 0; r < VQ_PER_THREAD; r++) {
-      const bool closer = least[r] < best[r];  // false for NaN; ties keep the lower index
-      best[r] = closer ? least[r] : best[r];
-      from[r] = closer ? k : from[r];
+      second[r] = metal::min(second[r], metal::max(low[r], least[r]));
+      from[r] = least[r] < low[r] ? k : from[r];
+      low[r] = metal::min(low[r], least[r]);
     }
   }
   UNROLL
   for (int r = 0; r < VQ_PER_THREAD; r++) {
-    if (from[r] >= 0) {
-      int first = VQ_GROUP;
+    if (second[r] - low[r] > vq_margin<D>(v + r * D, most)) {
+      float least = INFINITY;
+      int first = 0;
+      UNROLL
       for (int i = 0; i < VQ_GROUP; i++) {
         const int at = (i + int(lane)) % VQ_GROUP;  // lanes read different banks
         float c[D];
         vq_row<D>(c, stage, from[r] + at);
-        first = vq_distance<D>(v + r * D, c) == best[r] ? metal::min(first, at) : first;
+        const float d = vq_distance<D>(v + r * D, c);
+        const bool closer = (d < least) | ((d == least) & (at < first));
+        least = closer ? d : least;
+        first = closer ? at : first;
       }
-      code[r] = uint(k0 + from[r] + first);
+      code[r] = least < best[r] ? uint(k0 + from[r] + first) : code[r];
+      best[r] = metal::min(best[r], least);
+    } else {
+      vq_search_all<D>(v + r * D, best[r], code[r], stage, rows, k0);
     }
   }
 }
@@ -122,7 +172,7 @@ METAL_FUNC void vq_search_any(device const T* x, thread const long* at, thread f
   }
 }
 
-// One threadgroup takes 1024 vectors of one codebook (grid.y). D is the number of dimensions, or 0
+// One threadgroup takes 512 vectors of one codebook (grid.y). D is the number of dimensions, or 0
 // for any number.
 template <typename T, typename C, int D>
 kernel void quantize_vq(device const T* x [[buffer(0)]], device const float* codebook [[buffer(1)]],
@@ -132,7 +182,10 @@ kernel void quantize_vq(device const T* x [[buffer(0)]], device const float* cod
                         uint lane [[thread_index_in_simdgroup]],
                         uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int HELD = D > 0 ? D : 2;
+  constexpr int ROWS = D > 0 ? VQ_STAGE / (D > 8 ? D : 8) : 4;
   threadgroup_array(float4, stage, VQ_STAGE / 4);
+  threadgroup_array(float4, halves, ROWS / 4);
+  threadgroup_array(float, largest, VQ_THREADS / 32);
   threadgroup float* values = (threadgroup float*)stage;
   const int dims = D > 0 ? D : p.dims;
   const int book_groups = p.per_group ? p.groups : 1;
@@ -157,7 +210,7 @@ kernel void quantize_vq(device const T* x [[buffer(0)]], device const float* cod
   }
 
   device const float* book = codebook + long(tgid.y) * p.rows * dims;
-  const int stage_rows = VQ_STAGE / dims;
+  const int stage_rows = D > 0 ? ROWS : VQ_STAGE / dims;
   for (int k0 = 0; k0 < p.rows; k0 += stage_rows) {
     const int rows = metal::min(stage_rows, p.rows - k0);
     // whole groups: rows that are nobody's nearest
@@ -166,10 +219,28 @@ kernel void quantize_vq(device const T* x [[buffer(0)]], device const float* cod
     for (int i = int(tid); i < padded * dims; i += VQ_THREADS)
       values[i] = i < rows * dims ? book[long(k0) * dims + i] : INFINITY;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (D > 0)
-      vq_search<HELD>(v, best, code, stage, padded, k0, lane);
-    else
+    if (D > 0) {
+      float most = 0.0f;
+      for (int k = int(tid); k < padded; k += VQ_THREADS) {
+        float half_norm = 0.0f;
+        UNROLL
+        for (int j = 0; j < D; j++)
+          half_norm = metal::fma(values[k * D + j], values[k * D + j], half_norm);
+        half_norm *= 0.5f;
+        ((threadgroup float*)halves)[k] = half_norm;
+        most = k < rows ? metal::max(most, half_norm) : most;
+      }
+      most = metal::simd_max(most);
+      if (lane == 0)
+        largest[sg] = most;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      UNROLL
+      for (int i = 0; i < VQ_THREADS / 32; i++)
+        most = metal::max(most, largest[i]);
+      vq_search<HELD>(v, best, code, stage, halves, most, padded, k0, lane);
+    } else {
       vq_search_any(x, at, best, code, values, rows, k0, dims);
+    }
   }
   UNROLL
   for (int r = 0; r < VQ_PER_THREAD; r++) {

@@ -2,9 +2,9 @@
 
 #define QUANTIZE_VQ(tname, T, cname, C, D) \
   instantiate_kernel(quantize_vq_##tname##_##cname##_##D, quantize_vq, T, C, D)
-// short vectors leave registers for four threadgroups to a core
+// short vectors leave registers for six threadgroups to a core
 #define QUANTIZE_SHORT(tname, T, cname, C, D)                                                      \
-  instantiate_kernel_groups(quantize_vq_##tname##_##cname##_##D, VQ_THREADS, 4, quantize_vq, T, C, \
+  instantiate_kernel_groups(quantize_vq_##tname##_##cname##_##D, VQ_THREADS, 6, quantize_vq, T, C, \
                             D)
 #define DEQUANTIZE_VQ(tname, T, cname, C) \
   instantiate_kernel(dequantize_vq_##tname##_##cname, dequantize_vq, T, C)

@@ -129,6 +129,28 @@ def test_every_search_finds_the_same_rows(rng, dims):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("dims", [2, 4, 8])
+def test_rows_that_scores_cannot_tell_apart(rng, dims):
+    """|c|^2 / 2 - <x, c> rounds away what distances show, and far rows have equal ones."""
+    book = rng.standard_normal((256, dims)).astype(np.float32)
+    book[100:200] = book[:100]
+    book[200:250] = np.nextafter(book[:50], np.float32(9))
+    x = (book[rng.integers(0, 256, 700)] + 0.01 * rng.standard_normal((700, dims))).astype(
+        "float32"
+    )
+    x[:50] = book[:50]
+    for scale, offset in ((1, 0), (1, 300), (1e-15, 0), (1e17, 0)):
+        s, o = np.float32(scale), np.float32(offset)
+        a, b = mx.array(x * s + o), mx.array(book * s + o)
+        codes = ops.quantize_vq(a, b)
+        distance, _ = nearest(f64(a) / scale, f64(b) / scale)
+        got = np.array(codes).astype(np.int64)
+        chosen = np.take_along_axis(distance, got[..., None], -1)[..., 0]
+        assert (chosen <= distance.min(-1) * (1 + 1e-6) + 1e-12).all()
+        assert not ((got >= 100) & (got < 200)).any()
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("dims", [3, 4])
 def test_nan_and_inf_never_win(rng, dims):
     book = random(rng, (16, dims))

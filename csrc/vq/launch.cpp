@@ -3,7 +3,7 @@
 
 namespace vqkv {
 namespace {
-constexpr int64_t kThreads = 256, kPerThread = 4, kStage = 4096;  // as in metal/vq.h
+constexpr int64_t kThreads = 128, kPerThread = 4, kStage = 4096;  // as in metal/vq.h
 }
 
 std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
