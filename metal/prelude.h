@@ -40,7 +40,14 @@
 //   tile_outputs<T, D>(c, a, tile) c += a tile    `later` products begun after it may go on,
 //   nothing
 //                                                 may touch c, or write to a and tile
-// There are TILE_BUFFERS tiles of a kind at a time.
+// There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, if any, only
+// write tiles; they and those that read them wait for each other at gates in threadgroup memory:
+//   gate_start(g, simds)           how many simdgroups pass a gate in a round; before a barrier
+//   gate_written(g), gate_read(g)  a simdgroup passes: it wrote a tile, which may be multiplied then,
+//                                  or read one
+//   gate_wait(g, round)            until the last of the rounds 0, 1, 0, ... that are over is `round`;
+//                                  at first it is 1
+//   producer_registers(), consumer_registers()   give registers to those that multiply; once
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
