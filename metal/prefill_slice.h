@@ -5,8 +5,8 @@
 #include "prefill_step.h"
 
 // The steps of a slice. A step multiplies queries by its keys and the weights of the step before by
-// the values of that; meanwhile it decodes the next keys and its values, and takes its scores to
-// weights. Leaves in `unit` what the outputs count in.
+// the values of that, then decodes the next keys and its values and takes its scores to weights.
+// Leaves in `unit` what the outputs count in.
 template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
                               thread const TileQueries<T, D>& queries, threadgroup uchar* memory,
@@ -23,6 +23,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
   if (block >= to)
     return;
 
+  threadgroup T* key_tile = step_tile<T, D>(memory, 0, 0);
+  threadgroup T* value_tile = step_tile<T, D>(memory, 1, 0);
   PrefillUnit key_unit, value_unit;
   const float tile_share = float(TILE_ROWS) / float(scales.block);  // of a centre's tokens
   PrefillCentre centre, none;
@@ -48,10 +50,10 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
   load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
   raise_unit(key_unit, start, end, lane);
   raise_unit(key_unit, centre, lane);
-  store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, 0), words, keys.table,
-                               key_unit, centre, tid);
+  store_chunks<CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys.table, key_unit, centre,
+                               tid);
   for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_THREADS)
-    ((threadgroup uint4*)step_tile<T, D>(memory, 1, 1))[i] = uint4(0u, 0u, 0u, 0u);
+    ((threadgroup uint4*)value_tile)[i] = uint4(0u, 0u, 0u, 0u);
   uint exponent = key_unit.exponent;
   if (CODED) {
     load_chunks<T, CODED, D, CODE>(value_words, values, start, end - 1, tid);
@@ -64,17 +66,13 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
   }
   tile_barrier();
-  int i = 0;
-  for (; block < to; i++) {
+  while (block < to) {
     float2 s[TILE_ROWS / 4];
-    // products that take registers of queries end before others begin
-    if (!TILE_QUERIES)
-      tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
-    tile_scores<T, D>(s, queries, step_tile<T, D>(memory, 0, i));
-    if (TILE_QUERIES)
-      tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
-    if (TILE_BUFFERS == 1)
-      tile_barrier();
+    tile_outputs<T, D>(state.out, weights, value_tile);
+    tile_scores<T, D>(s, queries, key_tile);
+    tile_wait<D / 4, 1>(state.out);
+    tile_wait<TILE_ROWS / 4, 0>(s);
+    tile_barrier();
     PrefillTurn at;
     at.base = block * TILE_ROWS;
     at.start = metal::min(at.base, latest);
@@ -92,8 +90,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     if (next < to) {
       raise_unit(key_unit, next_start, end, lane);
       raise_unit(key_unit, centre, lane);
-      store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, i + 1), words,
-                                   keys.table, key_unit, centre, tid);
+      store_chunks<CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys.table, key_unit,
+                                   centre, tid);
     }
     exponent = key_unit.exponent;
     if (!CODED) {
@@ -103,7 +101,6 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
       load_unit(key_unit, scales.keys, after_start, even, lane);
       load_centre<D>(centre, scales, tile_share, after * TILE_ROWS, tid);
     }
-    tile_wait<TILE_ROWS / 4, 1>(s);
     if (at.base < own.high.first || at.base + TILE_ROWS > own.low.last)
       hide_scores(s, p, layout, place, at, CODED, lane);
     float shrink[2];
@@ -111,8 +108,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
 
     const uint before = value_unit.exponent;
     raise_unit(value_unit, at.start, end, lane);
-    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 1, i), value_words,
-                                 values.table, value_unit, none, tid);
+    store_chunks<CODED, D, CODE>((threadgroup uint4*)value_tile, value_words, values.table,
+                                 value_unit, none, tid);
     if (CODED) {
       if (next < to) {
         load_chunks<T, CODED, D, CODE>(value_words, values, next_start, end - 1, tid);
@@ -128,7 +125,6 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
       shrink[1] *= by;
     }
 
-    tile_wait<D / 4, 0>(state.out);
     if (raised) {
       UNROLL
       for (int n = 0; n < D / 4; n++)
@@ -139,7 +135,7 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     block = next;
     next = after;
   }
-  tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, i + 1));
+  tile_outputs<T, D>(state.out, weights, value_tile);
   tile_wait<D / 4, 0>(state.out);
   if (CODED && scales.weighted)
     unit = unit_value(value_unit.exponent);
