@@ -8,6 +8,9 @@
 #pragma once
 
 #include "matrix_inputs.h"
+#include "prefill_blocks.h"
+#include "prefill_step.h"
+// cmake/amalgamate.py puts a header in once, so these two include no other that the rest needs
 #if TILE_PRODUCERS > 0
 #include "prefill_producers.h"
 #else
