@@ -23,6 +23,7 @@ struct Launch {
   // CUDA: shared memory besides the arrays of the kernel, as far as the GPU has it: kernels for
   // GPUs of less take less
   uint32_t cuda_shared_bytes = 0;
+  uint32_t cuda_more_threads = 0;  // CUDA: if the kernel for this GPU takes them
 
   template <typename P>
   void set_params(const P& p) {

@@ -3,7 +3,9 @@
 
 #include "matrix_tokens.h"
 
-#define PREFILL_THREADS (32 * TILE_SIMDS)
+#define PREFILL_THREADS (32 * (TILE_SIMDS + TILE_PRODUCERS))
+// Threads that decode: those that do nothing else, or all.
+#define PREFILL_DECODERS (32 * (TILE_PRODUCERS > 0 ? TILE_PRODUCERS : TILE_SIMDS))
 #define PREFILL_ROWS (16 * TILE_SIMDS)
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
 // Threadgroup memory: tiles of keys and of values, queries, tables. Queries that become registers
@@ -11,9 +13,13 @@
 #define PREFILL_QUERIES(D) ((TILE_QUERIES) ? 2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) : 0)
 #define PREFILL_TABLES(D) \
   (2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) + ((TILE_QUERIES) ? 2 * PREFILL_ROWS * (D) : 0))
-// A thread has one chunk of eight values of every PREFILL_STRIDE-th row of a tile, and loads
-// PREFILL_WORDS for each.
-#define PREFILL_STRIDE(D) (PREFILL_THREADS / ((D) / 8))
+#define PREFILL_GATES(D) (PREFILL_TABLES(D) + 256 * TABLE_ROW_BYTES)
+#define PREFILL_GATE_BYTES (TILE_PRODUCERS > 0 ? 128 : 0)
+// Rows whose look-ups are under way together.
+#define PREFILL_LOOKUPS 4
+// A thread that decodes has one chunk of eight values of every PREFILL_STRIDE-th row of a tile, and
+// loads PREFILL_WORDS for each.
+#define PREFILL_STRIDE(D) (PREFILL_DECODERS / ((D) / 8))
 #define PREFILL_TURNS(D) ((TILE_ROWS + PREFILL_STRIDE(D) - 1) / PREFILL_STRIDE(D))
 #define PREFILL_WORDS(CODED, CODE) ((CODED) ? CODE_WORDS(CODE, 8) : 4)
 // Whether every thread has a row in this turn.
@@ -128,9 +134,13 @@ METAL_FUNC void load_centre(thread PrefillCentre& c, MatrixScales scales, float 
 }
 
 // Centres are no larger than 128 of their units.
-METAL_FUNC void raise_unit(thread PrefillUnit& u, PrefillCentre c) {
-  if (c.there)
-    u.exponent = metal::max(u.exponent, metal::min((c.unit >> 7) + 7u, 252u));
+METAL_FUNC void raise_unit(thread PrefillUnit& u, thread PrefillCentre& c, uint lane) {
+  if (!c.there)
+    return;
+  // What is known to be the same in all lanes may get a register that they share, and be waited for
+  // where it is loaded.
+  c.unit = metal::simd_shuffle(c.unit, ushort(lane));
+  u.exponent = metal::max(u.exponent, metal::min((c.unit >> 7) + 7u, 252u));
 }
 
 METAL_FUNC half2 centre_pair(uint word, int i, float by) {
@@ -139,18 +149,20 @@ METAL_FUNC half2 centre_pair(uint word, int i, float by) {
                               float(int(word << (16 - at)) >> 24) * by);
 }
 
-// Eight values of a token: entries times `by` plus the centre.
+// Eight values of a token: entries times `scale`, half a word, plus the centre.
 template <bool CODED, int CODE>
-METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, uint skew, half2 by,
-                              thread const half2* centre) {
+METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, uint skew, uint scale,
+                              thread const uint* centre) {
   if (!CODED)
     return uint4(words[0], words[CODED ? 0 : 1], words[CODED ? 0 : 2], words[CODED ? 0 : 3]);
+  const half one = as_type<half2>(scale).x;
+  const half2 by = half2(one, one);
   const uint2 a = as_type<uint2>(four_coded<CODE, 8>(words, table, 0, skew));
   const uint2 b = as_type<uint2>(four_coded<CODE, 8>(words, table, 1, skew));
-  return uint4(as_type<uint>(metal::fma(as_type<half2>(a.x), by, centre[0])),
-               as_type<uint>(metal::fma(as_type<half2>(a.y), by, centre[1])),
-               as_type<uint>(metal::fma(as_type<half2>(b.x), by, centre[2])),
-               as_type<uint>(metal::fma(as_type<half2>(b.y), by, centre[3])));
+  return uint4(as_type<uint>(metal::fma(as_type<half2>(a.x), by, as_type<half2>(centre[0]))),
+               as_type<uint>(metal::fma(as_type<half2>(a.y), by, as_type<half2>(centre[1]))),
+               as_type<uint>(metal::fma(as_type<half2>(b.x), by, as_type<half2>(centre[2]))),
+               as_type<uint>(metal::fma(as_type<half2>(b.y), by, as_type<half2>(centre[3]))));
 }
 
 template <bool CODED, int D, int CODE>
@@ -159,34 +171,50 @@ METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, 
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   const float inverse = as_type<float>((253u - unit.exponent) << 23);
   const int at = tile_chunk<D>(first_row, chunk);  // strides are multiples of eight rows
-  half2 by[PREFILL_TURNS(D)], added[4];
-  UNROLL
-  for (int i = 0; i < 4; i++)
-    added[i] = half2(half(0.0f), half(0.0f));
+  // in words, as compilers may keep arrays of half2 in memory
+  uint added[4] = {0u, 0u, 0u, 0u};
   if (CODED && centre.there) {
     const float by_unit = as_type<float>(centre.unit << 16) * inverse;
     UNROLL
     for (int i = 0; i < 4; i++)
-      added[i] = centre_pair(i < 2 ? centre.values.x : centre.values.y, i % 2, by_unit);
+      added[i] =
+          as_type<uint>(centre_pair(i < 2 ? centre.values.x : centre.values.y, i % 2, by_unit));
   }
+  const uint plain = as_type<uint>(matrix_rounded<half>(inverse, inverse));
+  const uint scaled =
+      as_type<uint>(matrix_rounded<half>(as_type<float>(unit.pair << 16) * inverse,
+                                         as_type<float>(unit.pair & 0xffff0000u) * inverse));
+  uint by[PREFILL_TURNS(D)];
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++)
-    by[turn] = matrix_rounded<half>(inverse, inverse);
+    by[turn] = plain;
   if (CODED && unit.scaled) {
     UNROLL
     for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
       const int row = first_row + turn * PREFILL_STRIDE(D);
-      const uint pair = metal::simd_shuffle(unit.pair, ushort(row / 2 % 32));
-      const float scale = as_type<float>(first_row % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
-      by[turn] = matrix_rounded<half>(scale * inverse, scale * inverse);
+      by[turn] = metal::simd_shuffle(scaled, ushort(row / 2 % 32)) >> (first_row % 2 * 16);
     }
   }
+  // all look-ups of a few turns before their stores, which the compiler takes to touch tables
+  constexpr int AT_ONCE = PREFILL_TURNS(D) < PREFILL_LOOKUPS ? PREFILL_TURNS(D) : PREFILL_LOOKUPS;
   UNROLL
-  for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
-    const int row = first_row + turn * PREFILL_STRIDE(D);
-    if (PREFILL_WHOLE(D, turn) || row < TILE_ROWS)
-      tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] =
-          chunk_values<CODED, CODE>(words + turn * PREFILL_WORDS(CODED, CODE), table,
-                                    chunk_skew<CODE, D>(first_row, chunk), by[turn], added);
+  for (int from = 0; from < PREFILL_TURNS(D); from += AT_ONCE) {
+    uint4 values[AT_ONCE];
+    UNROLL
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int turn = from + i;
+      if (turn < PREFILL_TURNS(D) &&
+          (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
+        values[i] =
+            chunk_values<CODED, CODE>(words + turn * PREFILL_WORDS(CODED, CODE), table,
+                                      chunk_skew<CODE, D>(first_row, chunk), by[turn], added);
+    }
+    UNROLL
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int turn = from + i;
+      if (turn < PREFILL_TURNS(D) &&
+          (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
+        tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] = values[i];
+    }
   }
 }

@@ -83,6 +83,7 @@ METAL_FUNC metal::vec<T, 2> matrix_rounded(float x, float y) {
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
 #define TILE_BUFFERS 1
+#define TILE_PRODUCERS 0
 #define TILE_QUERIES 0
 
 METAL_FUNC void tile_barrier() {

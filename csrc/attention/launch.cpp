@@ -19,9 +19,11 @@ constexpr int kMatrixTokens = 64;
 constexpr uint32_t kCudaTables = 256 * 256;
 
 // metal/attention_prefill.h: simdgroups of 16 query rows, more on CUDA (TILE_SIMDS), where besides
-// the tables up to four tiles of 64 tokens and the queries are in threadgroup memory. Fewer rows
-// would leave most of a threadgroup idle.
-constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12, kCudaPrefillTokens = 4 * 64;
+// there may be some that only decode (TILE_PRODUCERS), and the tables, up to six tiles of 64
+// tokens, the queries and the gates are in threadgroup memory. Fewer rows would leave most of a
+// threadgroup idle.
+constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12, kCudaPrefillProducers = 4;
+constexpr int kCudaPrefillTokens = 6 * 64, kCudaPrefillGates = 128;
 constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 96;
 
 // Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
@@ -107,8 +109,10 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     const int simds = cuda ? kCudaPrefillSimds : kPrefillSimds;
     rows_per_group = 16 * simds;
     first.threads = 32 * simds;
+    first.cuda_more_threads = 32 * kCudaPrefillProducers;
     least = kPrefillTokensPerSlice;
-    first.cuda_shared_bytes = kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2;
+    first.cuda_shared_bytes =
+        kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2 + kCudaPrefillGates;
     first.kernel = kernel_name("attention_prefill", dtype_name(dtype), p.key_dim, code);
   } else if (matrices) {
     // decoding takes longest for a trellis code, and no less for fewer rows

@@ -70,6 +70,18 @@ class Kernels {
     return it->second;
   }
 
+  /** The threads that a block of this kernel may have. */
+  uint32_t most_threads(CUfunction function) {
+    auto [it, added] = most_threads_.try_emplace(function, 0);
+    if (added) {
+      int most = 0;
+      check(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function),
+            "the threads of a CUDA kernel");
+      it->second = static_cast<uint32_t>(most);
+    }
+    return it->second;
+  }
+
   /** The shared memory that a block of the current device may have. */
   uint32_t most_shared_bytes() {
     if (!most_shared_bytes_) {
@@ -86,6 +98,7 @@ class Kernels {
 
  private:
   uint32_t most_shared_bytes_ = 0;
+  std::unordered_map<CUfunction, uint32_t> most_threads_;
   std::vector<CUmodule> modules_;
   std::unordered_map<std::string, CUfunction> functions_;  // by their name without the prefix
   std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
@@ -180,12 +193,16 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
             " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
     CUfunction function;
-    uint32_t shared_bytes;
+    uint32_t shared_bytes, threads;
     {
       std::lock_guard lock(kernels_mutex);
       auto& all = kernels(enc.device());
       shared_bytes = std::min(l.cuda_shared_bytes, all.most_shared_bytes());
       function = all.get(l.kernel, shared_bytes);
+      threads = l.threads;
+      if (l.cuda_more_threads > 0 && all.most_threads(function) >= threads + l.cuda_more_threads) {
+        threads += l.cuda_more_threads;
+      }
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
     // in for what there is not is named many times.
@@ -202,8 +219,8 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
     }
     auto bytes = arguments(l);
     void* argument = bytes.data();  // copied into the node
-    enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(l.threads),
-                            dim3(), shared_bytes, &argument);
+    enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(threads), dim3(),
+                            shared_bytes, &argument);
   }
   for (const auto& a : temporaries) {
     enc.add_temporary(a);

@@ -72,6 +72,14 @@ void Worker::barrier(const char* operation, Site site) {
   wait(State::in_threadgroup, operation, site);
 }
 
+void Worker::gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
+                  const char* operation, Site site) {
+  thread_->open = open;
+  thread_->gate = gate;
+  thread_->round = round;
+  wait(State::at_gate, operation, site);
+}
+
 void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, const char* name) {
   for (const Array& a : arrays_) {
     if (a.key == key)
@@ -100,6 +108,10 @@ Exchange& exchange(const void* value, size_t size, const char* operation, Site s
 }
 void barrier(const char* operation, Site site) {
   Worker::current()->barrier(operation, site);
+}
+void gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
+          const char* operation, Site site) {
+  Worker::current()->gate(open, gate, round, operation, site);
 }
 unsigned lane() {
   return Worker::current()->lane();
@@ -147,7 +159,7 @@ void Worker::start_threads() {
   }
 }
 
-// Runs a simdgroup until its lanes wait for the whole threadgroup or are done.
+// Runs a simdgroup until its lanes wait for others or are done.
 bool Worker::advance_simdgroup(unsigned index) {
   Simdgroup& s = simdgroups_[index];
   Thread* lanes = threads_ + index * kSimdWidth;
@@ -181,6 +193,32 @@ bool Worker::advance_simdgroup(unsigned index) {
   }
 }
 
+// Runs the simdgroups, in this order, until all wait for the whole threadgroup or are done.
+bool Worker::advance_to_barrier(const unsigned* turn, unsigned n) {
+  for (bool waiting = true; waiting;) {
+    bool moved = false;
+    waiting = false;
+    for (unsigned k = 0; k < n; k++) {
+      Thread* lanes = threads_ + turn[k] * kSimdWidth;
+      if (lanes[0].state == State::at_gate && lanes[0].open(lanes[0].gate, lanes[0].round)) {
+        for (unsigned i = 0; i < simdgroups_[turn[k]].lanes; i++)
+          lanes[i].state = State::ready;
+      }
+      if (lanes[0].state == State::ready) {
+        if (!advance_simdgroup(turn[k]))
+          return false;
+        moved = true;
+      }
+      waiting |= lanes[0].state == State::at_gate;
+    }
+    if (waiting && !moved) {
+      fail("deadlock in " + where() + ": all simdgroups wait for others");
+      return false;
+    }
+  }
+  return true;
+}
+
 void Worker::run_threadgroup() {
   const unsigned n = (job_->threads + kSimdWidth - 1) / kSimdWidth;
   poison_arrays();
@@ -193,10 +231,8 @@ void Worker::run_threadgroup() {
   for (;;) {
     if (job_->order > 1)
       std::shuffle(turn, turn + n, random_);
-    for (unsigned k = 0; k < n; k++) {
-      if (!advance_simdgroup(turn[k]))
-        return;
-    }
+    if (!advance_to_barrier(turn, n))
+      return;
     for (unsigned k = 1; k < n; k++) {
       if (!together(threads_[0], threads_[k * kSimdWidth]))
         return;

@@ -12,8 +12,11 @@
 namespace vqkv::sim {
 
 constexpr unsigned kSimdWidth = 32;
-constexpr unsigned kMaxThreads = 1024;              // per threadgroup, Metal's limit
-constexpr size_t kMaxThreadgroupMemory = 32 << 10;  // Metal's limit
+constexpr unsigned kMaxThreads = 1024;  // per threadgroup, Metal's limit
+#ifndef VQKV_SIM_THREADGROUP_MEMORY
+#define VQKV_SIM_THREADGROUP_MEMORY (32 << 10)  // Metal's limit
+#endif
+constexpr size_t kMaxThreadgroupMemory = VQKV_SIM_THREADGROUP_MEMORY;
 
 class Worker {
  public:
@@ -33,11 +36,13 @@ class Worker {
   // Called by kernels through hooks.h.
   Exchange& exchange(const void* value, size_t size, const char* operation, Site);
   void barrier(const char* operation, Site);
+  void gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
+            const char* operation, Site);
   void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);
   unsigned lane() const { return thread_->tid % kSimdWidth; }
 
  private:
-  enum class State : unsigned char { ready, in_simdgroup, in_threadgroup, done };
+  enum class State : unsigned char { ready, in_simdgroup, in_threadgroup, at_gate, done };
 
   struct Thread {
     Fiber fiber;
@@ -45,6 +50,9 @@ class Worker {
     State state = State::done;
     const char* operation = "";
     Site site{"", 0, 0};
+    bool (*open)(const void*, unsigned) = nullptr;  // what it waits for at a gate
+    const void* gate = nullptr;
+    unsigned round = 0;
   };
   struct Simdgroup {
     Exchange exchanges[2];  // two, so that lanes may still read the last one
@@ -64,6 +72,7 @@ class Worker {
   void run_threadgroup();
   void start_threads();
   bool advance_simdgroup(unsigned index);
+  bool advance_to_barrier(const unsigned* turn, unsigned n);
   bool together(const Thread& a, const Thread& b);
   void resume(Thread& t);
   void wait(State state, const char* operation, Site site);

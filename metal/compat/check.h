@@ -27,6 +27,9 @@ typedef __bf16 bfloat;
 #define TABLE_ROW_BYTES 64
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
+#ifndef TILE_PRODUCERS  // the source of a kernel may ask for them
+#define TILE_PRODUCERS 0
+#endif
 #define TILE_BUFFERS 1
 #define TILE_QUERIES 0
 #define threadgroup_bytes(name, n)                   \
@@ -273,6 +276,13 @@ template <typename T, int D>
 void tile_outputs(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
 template <int N, int LATER>
 void tile_wait(thread float2*);
+typedef uint TileGate;
+void gate_start(threadgroup TileGate*, int);
+void gate_wait(threadgroup const TileGate*, uint);
+void gate_read(threadgroup TileGate*);
+void gate_written(threadgroup TileGate*);
+void producer_registers();
+void consumer_registers();
 
 }  // namespace metal
 #undef MSL_EACH_VECTOR

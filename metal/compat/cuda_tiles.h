@@ -8,10 +8,12 @@
 #define TILE_SIMDS 12
 // GPUs without wgmma may not have the memory for more.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TILE_BUFFERS 2
+#define TILE_BUFFERS 3
 #define TILE_QUERIES 1
+#define TILE_PRODUCERS 4
 #else
 #define TILE_BUFFERS 1
+#define TILE_PRODUCERS 0
 #define TILE_QUERIES 0
 #endif
 
@@ -55,6 +57,42 @@ MSL_DEVICE void pin(vec<float, 2>* c) {
 MSL_DEVICE uint64_t tile_descriptor(uint32_t tile, int bytes) {
   const uint32_t low = ((tile >> 4) | 1u << 16) + (bytes >> 4);
   return uint64_t(low) | uint64_t(1024 >> 4 | 1u << 30) << 32;
+}
+
+// An mbarrier.
+typedef uint64_t TileGate;
+MSL_DEVICE uint32_t gate_at(const TileGate* g) {
+  return uint32_t(__cvta_generic_to_shared(g));
+}
+MSL_DEVICE void gate_start(TileGate* g, int simds) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(gate_at(g)), "r"(simds) : "memory");
+}
+MSL_DEVICE void gate_wait(const TileGate* g, uint32_t round) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n}\n" ::"r"(gate_at(g)),
+      "r"(round)
+      : "memory");
+}
+MSL_DEVICE void gate_read(TileGate* g) {
+  __syncwarp();
+  if ((threadIdx.x & 31u) == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(gate_at(g)) : "memory");
+}
+MSL_DEVICE void gate_written(TileGate* g) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  gate_read(g);
+}
+// Of the 128 that each of 512 threads begins with: 3 * 144 + 80 = 4 * 128.
+MSL_DEVICE void producer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+}
+MSL_DEVICE void consumer_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
 }
 
 #define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
@@ -217,3 +255,12 @@ using metal::tile_query;
 using metal::tile_scores;
 using metal::tile_wait;
 using metal::TileQueries;
+#if TILE_PRODUCERS > 0
+using metal::consumer_registers;
+using metal::gate_read;
+using metal::gate_start;
+using metal::gate_wait;
+using metal::gate_written;
+using metal::producer_registers;
+using metal::TileGate;
+#endif

@@ -4,8 +4,12 @@
 
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
-#define TILE_BUFFERS 1
-#define TILE_QUERIES 0
+// As on Metal, unless the source of a kernel asks for producers.
+#ifndef TILE_PRODUCERS
+#define TILE_PRODUCERS 0
+#endif
+#define TILE_BUFFERS (TILE_PRODUCERS > 0 ? 2 : 1)
+#define TILE_QUERIES (TILE_PRODUCERS > 0)
 
 namespace metal {
 
@@ -22,6 +26,34 @@ inline vec<T, 2> matrix_rounded(float x, float y) {
 inline void tile_barrier(MSL_SITE) {
   vqkv::sim::barrier("tile_barrier", site);
 }
+
+struct TileGate {
+  unsigned short needed, arrived;
+  unsigned rounds;
+};
+inline void gate_start(TileGate* g, int simds) {
+  g->needed = static_cast<unsigned short>(simds);
+  g->arrived = 0;
+  g->rounds = 0;
+}
+inline bool gate_open(const void* gate, unsigned round) {
+  return (static_cast<const TileGate*>(gate)->rounds & 1) != round;
+}
+inline void gate_wait(const TileGate* g, uint round, MSL_SITE) {
+  vqkv::sim::gate(gate_open, g, round, "gate_wait", site);
+}
+inline void gate_read(TileGate* g, MSL_SITE) {
+  vqkv::sim::exchange(&g, sizeof(g), "gate_read", site);
+  if (vqkv::sim::lane() == 0 && ++g->arrived == g->needed) {
+    g->arrived = 0;
+    g->rounds++;
+  }
+}
+inline void gate_written(TileGate* g, MSL_SITE) {
+  gate_read(g, site);
+}
+inline void producer_registers() {}
+inline void consumer_registers() {}
 
 // Columns [0, 16) of the rows of the left matrices that this lane has sums of.
 template <typename T>
@@ -97,7 +129,13 @@ inline void tile_wait(vec<float, 2>*) {}
 
 }  // namespace metal
 
+using metal::consumer_registers;
+using metal::gate_read;
+using metal::gate_start;
+using metal::gate_wait;
+using metal::gate_written;
 using metal::matrix_rounded;
+using metal::producer_registers;
 using metal::tile_barrier;
 using metal::tile_chunk;
 using metal::tile_outputs;
@@ -105,4 +143,5 @@ using metal::tile_queries;
 using metal::tile_query;
 using metal::tile_scores;
 using metal::tile_wait;
+using metal::TileGate;
 using metal::TileQueries;

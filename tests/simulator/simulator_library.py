@@ -34,9 +34,11 @@ def compilers() -> list[list[str]]:
     return found
 
 
-def build(compiler: Sequence[str], library: Path, *flags: str) -> Path:
-    """Compiles the simulator and the test kernels into a shared library."""
-    sources = ["-x", "c++", *map(str, [*SOURCES, *KERNELS])]
+def build(
+    compiler: Sequence[str], library: Path, *flags: str, kernels: Sequence[Path] = KERNELS
+) -> Path:
+    """Compiles the simulator and kernels, those of the tests by default, into a shared library."""
+    sources = ["-x", "c++", *map(str, [*SOURCES, *kernels])]
     command = [*compiler, "-O1", *FLAGS, *flags, *sources, "-o", str(library)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"

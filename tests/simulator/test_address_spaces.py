@@ -107,7 +107,7 @@ def check(tmp_path: Path, text: str, **fields: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "source",
-    [tool.KERNELS, HERE / "good_kernels.metal", HERE / "bad_kernels.metal"],
+    [tool.KERNELS, *sorted(HERE.glob("*.metal"))],
     ids=lambda p: p.name,
 )
 def test_kernels_pass(source: Path) -> None:

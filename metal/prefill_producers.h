@@ -1,0 +1,212 @@
+// A slice where some simdgroups of a threadgroup only decode and the others only multiply, so that
+// neither waits for the other as long as there are tiles to write and to read. See
+// attention_prefill.h.
+#pragma once
+
+#include "matrix_inputs.h"
+#include "prefill_blocks.h"
+#include "prefill_step.h"
+
+// Place in the turns of the tiles of one side, and how often the turn was round, modulo 2.
+struct PrefillRing {
+  int tile;
+  uint round;
+};
+METAL_FUNC void start_ring(thread PrefillRing& r) {
+  r.tile = 0;
+  r.round = 0u;
+}
+METAL_FUNC void next_tile(thread PrefillRing& r) {
+  r.tile++;
+  if (r.tile == TILE_BUFFERS) {
+    r.tile = 0;
+    r.round ^= 1u;
+  }
+}
+
+// Gates of the tiles of keys, then of values, and the exponents of the units of what lies there.
+struct PrefillGates {
+  threadgroup TileGate* written;
+  threadgroup TileGate* read;
+  threadgroup uint* exponents;
+};
+METAL_FUNC PrefillGates prefill_gates(threadgroup uchar* at) {
+  PrefillGates g;
+  g.written = (threadgroup TileGate*)at;
+  g.read = g.written + 2 * TILE_BUFFERS;
+  g.exponents = (threadgroup uint*)(g.read + 2 * TILE_BUFFERS);
+  return g;
+}
+METAL_FUNC void start_gates(PrefillGates g, uint tid) {
+  if (tid < uint(2 * TILE_BUFFERS)) {
+    gate_start(g.written + tid, TILE_PRODUCERS);
+    gate_start(g.read + tid, TILE_SIMDS);
+  }
+}
+
+// Waits until a tile may be written, or is.
+METAL_FUNC void await_read(PrefillGates g, int side, PrefillRing r) {
+  gate_wait(g.read + side * TILE_BUFFERS + r.tile, r.round ^ 1u);
+}
+METAL_FUNC uint await_written(PrefillGates g, int side, PrefillRing r) {
+  const int at = side * TILE_BUFFERS + r.tile;
+  gate_wait(g.written + at, r.round);
+  return g.exponents[at];
+}
+METAL_FUNC void pass_written(PrefillGates g, int side, thread PrefillRing& r, uint exponent,
+                             uint tid) {
+  const int at = side * TILE_BUFFERS + r.tile;
+  if (tid == 0)
+    g.exponents[at] = exponent;
+  gate_written(g.written + at);
+  next_tile(r);
+}
+METAL_FUNC void pass_read(PrefillGates g, int side, thread PrefillRing& r) {
+  gate_read(g.read + side * TILE_BUFFERS + r.tile);
+  next_tile(r);
+}
+
+// Decodes the tiles of keys and values of a slice in turn. tid: of the threads that do.
+template <typename T, bool CODED, int D, int CODE>
+METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, MatrixSides<T> sides,
+                                MatrixScales scales, PrefillSpan all, int slice, int slices,
+                                uint tid, uint lane) {
+  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE);
+  const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
+  int block = blocks.first;
+  if (block >= blocks.to)
+    return;
+  const bool even = scales.tokens % 2 == 0;
+  const float tile_share = float(TILE_ROWS) / float(scales.block);  // of a centre's tokens
+  PrefillUnit key_unit, value_unit;
+  PrefillCentre centre, none;
+  start_centre(centre, CODED && scales.centred);
+  start_centre(none, false);
+  start_unit(key_unit, CODED && scales.scaled);
+  start_unit(value_unit, CODED && scales.weighted);
+  PrefillRing key_ring, value_ring;
+  start_ring(key_ring);
+  start_ring(value_ring);
+  // codes of both are loaded a step ahead; vectors would take too many registers
+  uint words[CODED ? 2 * WORDS : WORDS];
+  thread uint* value_words = words + (CODED ? WORDS : 0);
+
+  int start = metal::min(block * TILE_ROWS, blocks.latest);
+  load_chunks<T, CODED, D, CODE>(words, sides.keys, start, blocks.end - 1, tid);
+  load_unit(key_unit, scales.keys, start, even, lane);
+  load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
+  if (CODED) {
+    load_chunks<T, CODED, D, CODE>(value_words, sides.values, start, blocks.end - 1, tid);
+    load_unit(value_unit, scales.values, start, even, lane);
+  }
+  // the values of the step before the first
+  for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_DECODERS)
+    ((threadgroup uint4*)step_tile<T, D>(memory, 1, 0))[i] = uint4(0u, 0u, 0u, 0u);
+  pass_written(gates, 1, value_ring, value_unit.exponent, tid);
+
+  while (block < blocks.to) {
+    const int next = seen_block<CODED>(all, block + 1);
+    const int next_start = metal::min(next * TILE_ROWS, blocks.latest);
+    await_read(gates, 0, key_ring);
+    raise_unit(key_unit, start, blocks.end, lane);
+    raise_unit(key_unit, centre, lane);
+    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, key_ring.tile),
+                                 words, sides.keys.table, key_unit, centre, tid);
+    pass_written(gates, 0, key_ring, key_unit.exponent, tid);
+    if (!CODED) {
+      load_chunks<T, CODED, D, CODE>(words, sides.values, start, blocks.end - 1, tid);
+    } else if (next < blocks.to) {
+      load_chunks<T, CODED, D, CODE>(words, sides.keys, next_start, blocks.end - 1, tid);
+      load_unit(key_unit, scales.keys, next_start, even, lane);
+      load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
+    }
+    await_read(gates, 1, value_ring);
+    raise_unit(value_unit, start, blocks.end, lane);
+    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 1, value_ring.tile),
+                                 value_words, sides.values.table, value_unit, none, tid);
+    pass_written(gates, 1, value_ring, value_unit.exponent, tid);
+    if (CODED && next < blocks.to) {
+      load_chunks<T, CODED, D, CODE>(value_words, sides.values, next_start, blocks.end - 1, tid);
+      load_unit(value_unit, scales.values, next_start, even, lane);
+    } else if (next < blocks.to) {
+      load_chunks<T, CODED, D, CODE>(words, sides.keys, next_start, blocks.end - 1, tid);
+    }
+    block = next;
+    start = next_start;
+  }
+}
+
+// Outputs so far count in the unit of `exponent` from here on.
+template <int D>
+METAL_FUNC void take_unit(thread PrefillState<D>& state, thread uint& before, uint exponent) {
+  if (exponent == before)
+    return;
+  const float by = metal::exp2(float(before) - float(exponent));
+  UNROLL
+  for (int n = 0; n < D / 4; n++)
+    state.out[n] = state.out[n] * by;
+  before = exponent;
+}
+
+// Multiplies by the tiles of a slice: keys of a step, and values of the step before. Leaves in
+// `unit` what the outputs count in.
+template <typename T, bool CODED, int D>
+METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& unit,
+                                thread const TileQueries<T, D>& queries, threadgroup uchar* memory,
+                                PrefillGates gates, MatrixScales scales,
+                                constant AttentionParams& p, device const int* layout,
+                                PrefillPlace place, thread const float* row_factor, PrefillSpan all,
+                                PrefillSpan own, int slice, int slices, uint lane) {
+  const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
+  int block = blocks.first;
+  unit = 1.0f;
+  if (block >= blocks.to)
+    return;
+  PrefillRing key_ring, value_ring;
+  start_ring(key_ring);
+  start_ring(value_ring);
+  uint value_exponent = 0u;
+  typename MatrixTypes<T>::pair weights[TILE_ROWS / 4];
+  UNROLL
+  for (int i = 0; i < TILE_ROWS / 4; i++)
+    weights[i] = matrix_rounded<T>(0.0f, 0.0f);
+  while (block < blocks.to) {
+    float2 s[TILE_ROWS / 4];
+    const int next = seen_block<CODED>(all, block + 1);
+    const uint exponent_of_values = await_written(gates, 1, value_ring);
+    const uint exponent = await_written(gates, 0, key_ring);
+    take_unit<D>(state, value_exponent, exponent_of_values);
+    tile_scores<T, D>(s, queries, step_tile<T, D>(memory, 0, key_ring.tile));
+    tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, value_ring.tile));
+    PrefillTurn at;
+    at.base = block * TILE_ROWS;
+    at.start = metal::min(at.base, blocks.latest);
+    float factor[2];
+    UNROLL
+    for (int n = 0; n < 2; n++) {
+      factor[n] = CODED && (scales.scaled || scales.centred)
+                      ? metal::max(row_factor[n] * unit_value(exponent), PREFILL_LEAST_FACTOR)
+                      : row_factor[n];
+    }
+    tile_wait<TILE_ROWS / 4, 1>(s);
+    pass_read(gates, 0, key_ring);
+    if (at.base < own.high.first || at.base + TILE_ROWS > own.low.last)
+      hide_scores(s, p, layout, place, at, CODED, lane);
+    float shrink[2];
+    const bool raised = prefill_weights<D>(s, shrink, state, factor);
+    tile_wait<D / 4, 0>(state.out);
+    pass_read(gates, 1, value_ring);
+    if (raised) {
+      UNROLL
+      for (int n = 0; n < D / 4; n++)
+        state.out[n] = state.out[n] * shrink[n % 2];
+    }
+    round_weights<T>(weights, s);
+    block = next;
+  }
+  take_unit<D>(state, value_exponent, await_written(gates, 1, value_ring));
+  tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, value_ring.tile));
+  tile_wait<D / 4, 0>(state.out);
+  if (CODED && scales.weighted)
+    unit = unit_value(value_exponent);
+}
