@@ -81,9 +81,8 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
       const bool inside = D % 32 == 0 || c < D;
       const uint leaf = inside ? hadamard_leaf<STEPS>(x * factor, table, top) : 0u;
       const float level = inside ? table[(1 << STEPS) + leaf] : 0.0f;
-      const float product = x * level, level2 = level * level;
-      dots[k] += product;
-      squares[k] += level2;
+      dots[k] = metal::fma(x, level, dots[k]);
+      squares[k] = metal::fma(level, level, squares[k]);
       if (STEPS < 8)
         word = word * base + leaf;
       else if (live && inside)
@@ -114,11 +113,9 @@ METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* 
   for (int k = 0; k < KEPT; k++)
     part[k] = 0.0f;
   UNROLL
-  for (int i = 0; i < E * KEPT; i++) {
-    const float product = v[i] * v[i];
-    part[i % KEPT] += product;
-  }
-  const float norm2 = hadamard_sum<LANES>(part, lane);
+  for (int i = 0; i < E * KEPT; i++)
+    part[i % KEPT] = metal::fma(v[i], v[i], part[i % KEPT]);
+  const float norm2 = hadamard_sum<LANES>(part);
   const float factor = norm2 > 0.0f ? p.root / metal::sqrt(norm2) : 0.0f;
   const bool finite = metal::isfinite(norm2);
   device uchar* bytes = packed + row * p.bytes;
@@ -126,8 +123,8 @@ METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* 
     hadamard_codes<D, LANES, 8>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
   else
     hadamard_codes<D, LANES, 4>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
-  const float dot = hadamard_sum<LANES>(dots, lane);
-  const float square = hadamard_sum<LANES>(squares, lane);
+  const float dot = hadamard_sum<LANES>(dots);
+  const float square = hadamard_sum<LANES>(squares);
   if (live && lane % LANES == 0)
     scales[row] = bfloat(hadamard_row_scale(p.kind, norm2, dot, square, p.root));
 }
