@@ -73,14 +73,22 @@ METAL_FUNC void hadamard_read(thread float* v, device const uchar* x, long row, 
     hadamard_row<D, LANES, bfloat>(v, x + row * (D * 2), lane, wide);
 }
 
+// The head of a row: that of its signs.
+METAL_FUNC long hadamard_sequence(long row, constant HadamardQuantizeParams& p) {
+  return p.rows >> 32 == 0 ? long(uint(row) / uint(p.seq)) : row / p.seq;  // 64 bits are slow
+}
+METAL_FUNC int hadamard_head(long row, constant HadamardQuantizeParams& p) {
+  return p.heads > 1 ? int(hadamard_sequence(row, p) % p.heads) : 0;
+}
+
 // hadamard(x, signs) of one row, read before.
 template <int D, int M, int LANES>
 METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, long row, uint lane,
                                  constant HadamardQuantizeParams& p) {
   constexpr int VALUES = (D + 31) / 32 * (32 / LANES);
-  const long head = p.heads > 1 ? row / p.seq % p.heads : 0;
   float sign[VALUES];
-  hadamard_row<D, LANES, float>(sign, (device const uchar*)(signs + head * D), lane, p.wide != 0);
+  hadamard_row<D, LANES, float>(sign, (device const uchar*)(signs + hadamard_head(row, p) * D),
+                                lane, p.wide != 0);
   UNROLL
   for (int i = 0; i < VALUES; i++)
     v[i] *= sign[i];
