@@ -32,24 +32,6 @@ METAL_FUNC void hadamard_store(device uchar* out, long i, int dtype, float v) {
     ((device bfloat*)out)[i] = bfloat(v);
 }
 
-// The sums and differences over r.
-template <int D, int M, int LANES>
-METAL_FUNC void hadamard_registers(thread float* v) {
-  constexpr int N = D / M, E = (D + 31) / 32, KEPT = 32 / LANES;
-  constexpr int NR = N >= 32 ? N / 32 : 1;
-  UNROLL
-  for (int h = 1; h < NR; h *= 2) {
-    UNROLL
-    for (int i = 0; i < E * KEPT; i++) {
-      if ((i / KEPT & h) == 0) {
-        const float a = v[i], b = v[i + h * KEPT];
-        v[i] = a + b;
-        v[i + h * KEPT] = a - b;
-      }
-    }
-  }
-}
-
 // v H times scale, or its transpose; values beyond channel D are 0.
 template <int D, int M, int LANES = 32>
 METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, float scale) {
@@ -73,7 +55,17 @@ METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, 
     for (int i = 0; i < E * KEPT; i++)
       v[i] = metal::fma(sign, v[i], metal::simd_shuffle_xor(v[i], ushort(h / KEPT)));
   }
-  hadamard_registers<D, M, LANES>(v);
+  UNROLL
+  for (int h = 1; h < NR; h *= 2) {
+    UNROLL
+    for (int i = 0; i < E * KEPT; i++) {
+      if ((i / KEPT & h) == 0) {
+        const float a = v[i], b = v[i + h * KEPT];
+        v[i] = a + b;
+        v[i + h * KEPT] = a - b;
+      }
+    }
+  }
   if (M > 1) {  // LANES is 32
     float sum[E];
     UNROLL

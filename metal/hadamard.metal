@@ -2,12 +2,12 @@
 
 // Three threadgroups on a core of CUDA's, where a lane holds 32 values.
 #define HADAMARD_GROUPS(D, M) (HADAMARD_LANES(D, M) < 32 ? 3 : 1)
-#define HADAMARD(D, M)                                                                  \
-  instantiate_kernel(hadamard_##D, hadamard, D, M)                                      \
-  instantiate_kernel_groups(hadamard_quantize_##D, 256, HADAMARD_GROUPS(D, M),          \
-                            hadamard_quantize, D, M, HADAMARD_LANES(D, M))              \
-  instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M,      \
-                     HADAMARD_LANES(D, M))
+#define HADAMARD(D, M)                                                                            \
+  instantiate_kernel(hadamard_##D, hadamard, D, M)                                                \
+  instantiate_kernel_groups(hadamard_quantize_##D, 256, HADAMARD_GROUPS(D, M), hadamard_quantize, \
+                            D, M, HADAMARD_LANES(D, M))                                           \
+      instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M,            \
+                         HADAMARD_LANES(D, M))
 
 HADAMARD(1, 1)
 HADAMARD(2, 1)

@@ -46,8 +46,8 @@ METAL_FUNC void hadamard_cells(threadgroup float* table, device const float* cen
   uint taken = 1u << cell;  // bit c: cell c has a bound
   for (int h = 1; h < 32; h *= 2)
     taken |= metal::simd_shuffle_xor(taken, ushort(h));
-  const bool apart = metal::popcount(taken) == bounds && metal::isfinite(slope) &&
-                     metal::isfinite(offset);
+  const bool apart =
+      metal::popcount(taken) == bounds && metal::isfinite(slope) && metal::isfinite(offset);
   table[HADAMARD_BOUNDS + lane] = INFINITY;
   simdgroup_barrier(mem_flags::mem_threadgroup);
   if (apart && lane < bounds)

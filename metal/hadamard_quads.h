@@ -1,11 +1,12 @@
 // The transform of 16-bit rows by products of matrices, where the prelude says that these are fast
 // (QUAD_MATRICES): signs are +-1, and four lanes hold a row as hadamard.h has it.
 //
-// A lane's eight neighbours of 32 channels are two groups of four, one for each value of bit 2 of
-// the channel. The 16 values of such a group in four lanes are a row of the left matrix, and rows
-// 8 to 15 of it are those of the next 32 channels. The right matrix is the Hadamard matrix of order
-// 16, whose columns are ordered so that sums lie where their channels belong; its negative takes
-// part for bit 2 as well. What is left are sums over r.
+// Of the bits of a channel 0 and 1 are those of a lane's neighbours, 3 and 4 of the lane: the 16
+// values that differ in them are a row of a left matrix. The right matrix is the Hadamard matrix of
+// order 16, its columns in the order that leaves sums where their channels belong. Rows 8 to 15 of
+// the left matrix are those of the other value of the highest bit of r, over which registers are
+// added at the end. For bit 2 and the lower one of r, products with the matrix and its negative
+// add up.
 #pragma once
 
 #include "hadamard_rows.h"
@@ -57,47 +58,51 @@ METAL_FUNC void hadamard_quad_words(thread uint* words, device const uchar* row,
 }
 
 template <int D, typename T, bool WIDE>
-METAL_FUNC void hadamard_by_quads(thread float* v, device const uchar* row, thread const uint* flips,
-                                  uint lane, float scale) {
+METAL_FUNC void hadamard_by_quads(thread float* v, device const uchar* row,
+                                  thread const uint* flips, uint lane, float scale) {
   typedef vec<T, 2> Pair;
   constexpr int E = D / 32;
-  uint words[4 * E + 4];
+  constexpr int HALF = E > 1 ? E / 2 : 1;
+  uint words[8 * HALF];
   hadamard_quad_words<D, WIDE>(words, row, lane);
   UNROLL
-  for (int i = 0; i < 4 * E; i++)
-    words[i] ^= flips[i / 16] << (i % 16) & 0x80008000u;
-  UNROLL
-  for (int i = 4 * E; i < 4 * E + 4; i++)
-    words[i] = 0;
+  for (int i = 0; i < 8 * HALF; i++)
+    words[i] = i < 4 * E ? words[i] ^ (flips[i / 16] << (i % 16) & 0x80008000u) : 0;
   const uint plus = hadamard_quad_matrix<T>(lane), minus = plus ^ 0x80008000u;
   UNROLL
-  for (int r = 0; r < E; r += 2) {
-    Pair left[2][4];  // of each value of bit 2
+  for (int n = 0; n < 4 * HALF; n++) {  // bits 1 and 2 of the channels of the sums, and r
+    float2 sum[2];
     UNROLL
-    for (int i = 0; i < 8; i++)
-      left[i / 2 % 2][i / 4 * 2 + i % 2] = as_type<Pair>(words[4 * r + i]);
-    UNROLL
-    for (int n = 0; n < 4; n++) {  // bit 1, bit 2 of the channels of the sums
-      const bool odd = n % 2 != 0, high = n / 2 != 0;
-      const Pair first[2] = {as_type<Pair>(plus), as_type<Pair>(odd ? minus : plus)};
-      const Pair second[2] = {as_type<Pair>(high ? minus : plus),
-                              as_type<Pair>(odd != high ? minus : plus)};
-      float2 sum[2];
-      quad_multiply(sum, left[0], first);
-      quad_multiply_add(sum, left[1], second);
+    for (int k = 0; k < 2 * HALF; k++) {  // bit 2 of the channels that are multiplied, and r
+      Pair left[4];
       UNROLL
-      for (int i = 0; i < 2; i++) {
-        if (r + i < E) {
-          v[8 * (r + i) + 2 * n] = sum[i].x;
-          v[8 * (r + i) + 2 * n + 1] = sum[i].y;
-        }
-      }
+      for (int i = 0; i < 4; i++)
+        left[i] = as_type<Pair>(words[4 * (k / 2 + i / 2 * HALF) + 2 * (k % 2) + i % 2]);
+      const bool first = (metal::popcount(uint(k & (n / 2))) & 1) != 0,
+                 second = first != (n % 2 != 0);
+      const Pair right[2] = {as_type<Pair>(first ? minus : plus),
+                             as_type<Pair>(second ? minus : plus)};
+      if (k == 0)
+        quad_multiply(sum, left, right);
+      else
+        quad_multiply_add(sum, left, right);
+    }
+    UNROLL
+    for (int i = 0; i < (E > 1 ? 2 : 1); i++) {
+      v[8 * (i * HALF + n / 4) + 2 * (n % 4)] = sum[i].x;
+      v[8 * (i * HALF + n / 4) + 2 * (n % 4) + 1] = sum[i].y;
     }
   }
-  hadamard_registers<D, 1, 4>(v);
   UNROLL
-  for (int i = 0; i < 8 * E; i++)
-    v[i] *= scale;
+  for (int i = 0; i < 8 * HALF; i++) {
+    if (E > 1) {
+      const float a = v[i], b = v[i + 8 * HALF * (E > 1)];
+      v[i] = (a + b) * scale;
+      v[i + 8 * HALF * (E > 1)] = (a - b) * scale;
+    } else {
+      v[i] *= scale;
+    }
+  }
 }
 
 #endif

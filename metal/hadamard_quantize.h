@@ -106,11 +106,20 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
     hadamard_store_codes<D, LANES>(bytes, words, first, p);
 }
 
-// Codes and scale of the row v, stored if the row is `live`.
+// |v|^2, <v, levels> and |levels|^2 of a row.
+struct HadamardSums {
+  float norm2, dot, square;
+};
+
+METAL_FUNC bfloat hadamard_scale(HadamardSums s, constant HadamardQuantizeParams& p) {
+  return bfloat(hadamard_row_scale(p.kind, s.norm2, s.dot, s.square, p.root));
+}
+
+// Codes of the row v, stored if the row is `live`.
 template <int D, int LANES>
-METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* table,
-                                device uchar* packed, device bfloat* scales, long row, bool live,
-                                uint lane, constant HadamardQuantizeParams& p) {
+METAL_FUNC HadamardSums hadamard_encode(thread const float* v, threadgroup const float* table,
+                                        device uchar* packed, long row, bool live, uint lane,
+                                        constant HadamardQuantizeParams& p) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
   float part[KEPT], dots[KEPT], squares[KEPT];
   UNROLL
@@ -119,9 +128,10 @@ METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* 
   UNROLL
   for (int i = 0; i < E * KEPT; i++)
     part[i % KEPT] = metal::fma(v[i], v[i], part[i % KEPT]);
-  const float norm2 = hadamard_sum<LANES>(part);
-  const float factor = norm2 > 0.0f ? p.root / metal::sqrt(norm2) : 0.0f;
-  const bool finite = metal::isfinite(norm2);
+  HadamardSums sums;
+  sums.norm2 = hadamard_sum<LANES>(part);
+  const float factor = sums.norm2 > 0.0f ? p.root / metal::sqrt(sums.norm2) : 0.0f;
+  const bool finite = metal::isfinite(sums.norm2);
   device uchar* bytes = packed + row * p.bytes;
   const int search = hadamard_search(table, p.bits);
   if (search == HADAMARD_BY_CELL)
@@ -133,14 +143,13 @@ METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* 
   else
     hadamard_codes<D, LANES, HADAMARD_BY_WIDE_TREE>(v, factor, finite, table, bytes, live, lane, p,
                                                     dots, squares);
-  const float dot = hadamard_sum<LANES>(dots);
-  const float square = hadamard_sum<LANES>(squares);
-  if (live && lane % LANES == 0)
-    scales[row] = bfloat(hadamard_row_scale(p.kind, norm2, dot, square, p.root));
+  sums.dot = hadamard_sum<LANES>(dots);
+  sums.square = hadamard_sum<LANES>(squares);
+  return sums;
 }
 
-// LANES lanes per row, p.passes rows one after the other. With p.frozen every sequence has a centre
-// [D] and its unit.
+// LANES lanes per row, p.passes <= 4 rows one after the other, whose scales are left to a lane
+// each. With p.frozen every sequence has a centre [D] and its unit.
 template <int D, int M, int LANES>
 kernel void hadamard_quantize(
     device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
@@ -153,10 +162,13 @@ kernel void hadamard_quantize(
   threadgroup_array(float, table, HADAMARD_TABLE);
   hadamard_table(table, centroids, tid, p.bits);
   const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
-  uint flips[HADAMARD_FLIPS(D)];
-  long at = (long(tgid.x) * p.passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+  uint flips[HADAMARD_FLIPS(D)] = {};
+  const long first = (long(tgid.x) * p.passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+  const int mine = int(lane % LANES);
+  HadamardSums sums = {};
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int pass = 0; pass < p.passes; pass++) {
+    const long at = first + pass * (HADAMARD_SIMDGROUPS * ROWS);
     const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
     float v[VALUES];
     if (quads && (pass == 0 || p.heads > 1))
@@ -172,9 +184,13 @@ kernel void hadamard_quantize(
       for (int i = 0; i < VALUES; i++)
         v[i] -= centre[i] * unit;
     }
-    hadamard_encode<D, LANES>(v, table, packed, scales, row, at < p.rows, lane, p);
-    at += HADAMARD_SIMDGROUPS * ROWS;
+    const HadamardSums all = hadamard_encode<D, LANES>(v, table, packed, row, at < p.rows, lane, p);
+    if (mine == pass)
+      sums = all;
   }
+  const long row = first + mine * (HADAMARD_SIMDGROUPS * ROWS);
+  if (mine < p.passes && row < p.rows)
+    scales[row] = hadamard_scale(sums, p);
 }
 
 // Adds the rows of a simdgroup that are below `rows`, the even ones to low and the odd ones to
@@ -233,7 +249,7 @@ kernel void hadamard_quantize_blocks(
   const long first = long(tgid.x) * p.block;
   const int mine = int(sg + HADAMARD_SIMDGROUPS * (lane / LANES));  // row of a pass
   const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
-  uint flips[HADAMARD_FLIPS(D)];
+  uint flips[HADAMARD_FLIPS(D)] = {};
   if (quads)  // a block is of one head
     hadamard_flips<D, M, LANES>(flips, signs, first, lane, p);
 
@@ -296,6 +312,9 @@ kernel void hadamard_quantize_blocks(
     UNROLL
     for (int i = 0; i < E * KEPT; i++)
       v[i] -= shared[32 * (i / KEPT) + KEPT * int(lane % LANES) + i % KEPT];
-    hadamard_encode<D, LANES>(v, table, packed, scales, row, t0 + mine < p.block, lane, p);
+    const bool live = t0 + mine < p.block;
+    const HadamardSums sums = hadamard_encode<D, LANES>(v, table, packed, row, live, lane, p);
+    if (live && lane % LANES == 0)
+      scales[row] = hadamard_scale(sums, p);
   }
 }

@@ -7,8 +7,8 @@ namespace vqkv {
 namespace {
 
 constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
-// A threadgroup's rows come in passes, of which there are more where threadgroups abound: they share
-// what the threadgroup sets up.
+// Where threadgroups abound each has several times as many rows, one after the other, which share
+// what it sets up. No more times than lanes hold a row: each lane is left the scale of one.
 constexpr int64_t kPasses = 4, kThreadgroups = 1024;
 
 /** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
