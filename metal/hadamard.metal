@@ -1,12 +1,11 @@
 #include "hadamard_quantize.h"
 
-// Three threadgroups on a core of CUDA's, where a lane holds 32 values.
-#define HADAMARD_GROUPS(D, M) (HADAMARD_LANES(D, M) < 32 ? 3 : 1)
-#define HADAMARD(D, M)                                                                            \
-  instantiate_kernel(hadamard_##D, hadamard, D, M)                                                \
-  instantiate_kernel_groups(hadamard_quantize_##D, 256, HADAMARD_GROUPS(D, M), hadamard_quantize, \
-                            D, M, HADAMARD_LANES(D, M))                                           \
-      instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M,            \
+// Three threadgroups on a core: 80 registers of CUDA's.
+#define HADAMARD(D, M)                                                                 \
+  instantiate_kernel(hadamard_##D, hadamard, D, M)                                     \
+  instantiate_kernel_groups(hadamard_quantize_##D, 256, 3, hadamard_quantize, D, M,    \
+                            HADAMARD_LANES(D, M))                                      \
+      instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M, \
                          HADAMARD_LANES(D, M))
 
 HADAMARD(1, 1)

@@ -163,11 +163,12 @@ kernel void hadamard_quantize(
   hadamard_table(table, centroids, tid, p.bits);
   const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
   uint flips[HADAMARD_FLIPS(D)] = {};
-  const long first = (long(tgid.x) * p.passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+  const int passes = LANES < 32 ? p.passes : 1;
+  const long first = (long(tgid.x) * passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
   const int mine = int(lane % LANES);
   HadamardSums sums = {};
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int pass = 0; pass < p.passes; pass++) {
+  for (int pass = 0; pass < passes; pass++) {
     const long at = first + pass * (HADAMARD_SIMDGROUPS * ROWS);
     const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
     float v[VALUES];
@@ -189,7 +190,7 @@ kernel void hadamard_quantize(
       sums = all;
   }
   const long row = first + mine * (HADAMARD_SIMDGROUPS * ROWS);
-  if (mine < p.passes && row < p.rows)
+  if (mine < passes && row < p.rows)
     scales[row] = hadamard_scale(sums, p);
 }
 

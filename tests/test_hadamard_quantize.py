@@ -82,7 +82,7 @@ def test_rows_that_begin_anywhere(rng, dtype):
 # Levels whose bounds are close, equal or infinite: kernels for GPUs find those of the others by
 # cells that have one bound each.
 TABLES = {
-    "close": [-2.0, -1.0, -0.5, -0.1, -0.0999, 0.2, 0.2001, 0.5, 0.6, 0.9, 1, 1.5, 2, 2.1, 2.5, 3],
+    "close": [-2, -1, -0.5, -0.1, -0.09, -0.08, 0.2, 0.201, 0.202, 0.6, 0.9, 1, 1.5, 2, 2.5, 3],
     "equal": [-1.5] * 3 + [-0.5] * 5 + [0.25] * 2 + [1.0] * 6,
     "one": [0.125] * 16,
     "infinite": [-np.inf] * 2 + list(np.linspace(-2, 2, 12)) + [np.inf] * 2,
@@ -139,10 +139,11 @@ def test_rotations_of_16_bits(rng, poison, width, dtype):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("width", "rows"), [(1, 33_003), (32, 131_100)])
-def test_rows_enough_for_several_passes(rng, width, rows):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_enough_for_several_passes(rng, dtype):
     """A lane of a GPU has several rows of such many, of one head or of several."""
-    x = random(rng, (rows, width), "float16")
+    rows, width = 131_100, 32
+    x = random(rng, (rows, width), dtype)
     check_codes(x, signs_of(rng, width), levels_of(2), 2)
     signs = signs_of(rng, 3, width)
     check_codes(x.reshape(3, rows // 3, width), signs, levels_of(4), 4)

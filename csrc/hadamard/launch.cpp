@@ -42,7 +42,8 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
   p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
   const int64_t at_once = kSimdgroups * rows_of_simdgroup(x.shape(-1));
-  p.passes = static_cast<int>(std::clamp<int64_t>(p.rows / (at_once * kThreadgroups), 1, kPasses));
+  const int64_t passes = at_once > kSimdgroups ? p.rows / (at_once * kThreadgroups) : 1;
+  p.passes = static_cast<int>(std::clamp<int64_t>(passes, 1, kPasses));
   const int64_t rows = code.block ? code.block : at_once * p.passes;
   Launch l;
   l.kernel = std::string(code.block ? "hadamard_quantize_blocks_" : "hadamard_quantize_") +
