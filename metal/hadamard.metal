@@ -1,10 +1,12 @@
 #include "hadamard_quantize.h"
 
-#define HADAMARD(D, M)                                                                     \
-  instantiate_kernel(hadamard_##D, hadamard, D, M)                                         \
-  instantiate_kernel(hadamard_quantize_##D, hadamard_quantize, D, M, HADAMARD_LANES(D, M)) \
-  instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M,         \
-                     HADAMARD_LANES(D, M))
+// Three threadgroups on a core: 80 registers of CUDA's.
+#define HADAMARD(D, M)                                                                 \
+  instantiate_kernel(hadamard_##D, hadamard, D, M)                                     \
+  instantiate_kernel_groups(hadamard_quantize_##D, 256, 3, hadamard_quantize, D, M,    \
+                            HADAMARD_LANES(D, M))                                      \
+      instantiate_kernel(hadamard_quantize_blocks_##D, hadamard_quantize_blocks, D, M, \
+                         HADAMARD_LANES(D, M))
 
 HADAMARD(1, 1)
 HADAMARD(2, 1)

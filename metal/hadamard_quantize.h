@@ -2,7 +2,8 @@
 // csrc/hadamard/launch.cpp.
 #pragma once
 
-#include "hadamard_rows.h"
+#include "hadamard_levels.h"
+#include "hadamard_quads.h"
 
 // Lanes of a row where it is quantised, as in csrc/hadamard/launch.cpp: 32 values each if it can
 // be.
@@ -27,130 +28,128 @@ METAL_FUNC float hadamard_row_scale(int kind, float norm2, float dot, float squa
   return norm2 > 0.0f && under > 0.0f ? over / under : 0.0f;
 }
 
-// The child of a node of the tree of bounds to which u belongs, both counted within their levels:
-// the sign of a difference is cheaper than what a comparison gives. No bound is -0, u is no NaN.
-METAL_FUNC uint hadamard_child(uint node, float bound, float u) {
-  return node << 1 | as_type<uint>(bound - u) >> 31;
-}
-
-// The leaf of the tree where u belongs. top: the first three nodes.
-template <int STEPS>
-METAL_FUNC uint hadamard_leaf(float u, threadgroup const float* table, float3 top) {
-  uint node = hadamard_child(0, top.x, u);
-  node = hadamard_child(node, top.x < u ? top.z : top.y, u);
-  UNROLL
-  for (int i = 2; i < STEPS; i++)
-    node = hadamard_child(node, table[(1 << i) + node], u);
-  return node;
-}
-
-// Codes of `bits` bits of eight channels, the low bits of word: they are whole bytes.
-template <int D>
-METAL_FUNC void hadamard_store_codes(device uchar* bytes, int at, uint word, int bits, int end) {
-  if (D % 32 == 0 && bits == 4) {
-    *(device uint*)(bytes + at) = word;
-  } else if (D % 32 == 0 && bits == 2) {
-    *(device ushort*)(bytes + at) = ushort(word);
+// Stores a lane's codes of a row: words[r], the codes of JOINED lanes, from channel 32 r on.
+template <int D, int LANES>
+METAL_FUNC void hadamard_store_codes(device uchar* bytes, thread const uint* words, int first,
+                                     constant HadamardQuantizeParams& p) {
+  constexpr int E = (D + 31) / 32, JOINED = LANES > 4 ? LANES / 4 : 1;
+  const int at = first / JOINED * p.bits;
+  if (D % 32 == 0 && p.bits == 4) {
+    UNROLL
+    for (int r = 0; r < E; r++)
+      *(device uint*)(bytes + at + 16 * r) = words[r];
+  } else if (D % 32 == 0 && p.bits == 2) {
+    UNROLL
+    for (int r = 0; r < E; r++)
+      *(device ushort*)(bytes + at + 8 * r) = ushort(words[r]);
   } else {
-    for (int i = 0; i < bits && at + i < end; i++)
-      bytes[at + i] = uchar((word >> (8 * i)) & 0xff);
+    for (int i = 0; i < p.bits; i++) {
+      UNROLL
+      for (int r = 0; r < E; r++) {
+        if (D % 32 == 0 || at + 4 * r * p.bits + i < p.bytes)
+          bytes[at + 4 * r * p.bits + i] = uchar((words[r] >> (8 * i)) & 0xff);
+      }
+    }
   }
 }
 
 // Codes of v times factor, stored if the row is `live`, and the lane's part of <v, levels> and
-// |levels|^2. 2^STEPS levels, see hadamard_table. Rows that are not finite get codes of 0.
-template <int D, int LANES, int STEPS>
+// |levels|^2. Rows that are not finite get codes of 0.
+template <int D, int LANES, int SEARCH>
 METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
                                threadgroup const float* table, device uchar* bytes, bool live,
                                uint lane, constant HadamardQuantizeParams& p, thread float* dots,
                                thread float* squares) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, JOINED = KEPT < 8 ? 8 / KEPT : 1;
-  const float3 top = float3(table[1], table[2], table[3]);
-  const uint base = 1u << p.bits;
+  const HadamardLevels levels = hadamard_levels<SEARCH>(table);
   const int first = int(lane % LANES);
   UNROLL
   for (int k = 0; k < KEPT; k++)
     dots[k] = squares[k] = 0.0f;
+  uint words[E];
   UNROLL
   for (int r = 0; r < E; r++) {
-    uint word = 0;
+    uint word = 0;  // from the second code on four times that
     UNROLL
     for (int k = KEPT - 1; k >= 0; k--) {
       const int c = 32 * r + KEPT * first + k;
       const float x = v[r * KEPT + k];
       const bool inside = D % 32 == 0 || c < D;
-      const uint leaf = inside ? hadamard_leaf<STEPS>(x * factor, table, top) : 0u;
-      const float level = inside ? table[(1 << STEPS) + leaf] : 0.0f;
-      const float product = x * level, level2 = level * level;
-      dots[k] += product;
-      squares[k] += level2;
-      if (STEPS < 8)
-        word = word * base + leaf;
-      else if (live && inside)
-        bytes[c] = uchar(finite ? leaf : 0u);
+      float level;
+      uint code4 = hadamard_code<SEARCH>(x * factor, levels, level);
+      if (!inside) {
+        code4 = 0;
+        level = 0.0f;
+      }
+      dots[k] = metal::fma(x, level, dots[k]);
+      squares[k] = metal::fma(level, level, squares[k]);
+      if (SEARCH == HADAMARD_BY_WIDE_TREE) {
+        if (live && inside)
+          bytes[c] = uchar(finite ? code4 / 4 : 0u);
+      } else if (k > 0) {
+        word = word * uint(p.levels) + code4;
+      } else {
+        word = (word >> 2) * uint(p.levels) + (code4 >> 2);
+      }
     }
-    if (STEPS < 8) {
+    if (SEARCH != HADAMARD_BY_WIDE_TREE) {
       UNROLL
       for (int h = 1; h < JOINED; h *= 2) {
         const uint other = metal::simd_shuffle_xor(word, ushort(h));
         const int shift = p.bits * KEPT * h;
         word = (first & h) != 0 ? other | word << shift : word | other << shift;
       }
-      if (live && first % JOINED == 0)
-        hadamard_store_codes<D>(bytes, (4 * r + first / JOINED) * p.bits, finite ? word : 0u,
-                                p.bits, p.bytes);
+      words[r] = finite ? word : 0u;
     }
   }
+  if (SEARCH != HADAMARD_BY_WIDE_TREE && live && first % JOINED == 0)
+    hadamard_store_codes<D, LANES>(bytes, words, first, p);
 }
 
-// Codes and scale of the row v, stored if the row is `live`.
+// |v|^2, <v, levels> and |levels|^2 of a row.
+struct HadamardSums {
+  float norm2, dot, square;
+};
+
+METAL_FUNC bfloat hadamard_scale(HadamardSums s, constant HadamardQuantizeParams& p) {
+  return bfloat(hadamard_row_scale(p.kind, s.norm2, s.dot, s.square, p.root));
+}
+
+// Codes of the row v, stored if the row is `live`.
 template <int D, int LANES>
-METAL_FUNC void hadamard_encode(thread const float* v, threadgroup const float* table,
-                                device uchar* packed, device bfloat* scales, long row, bool live,
-                                uint lane, constant HadamardQuantizeParams& p) {
+METAL_FUNC HadamardSums hadamard_encode(thread const float* v, threadgroup const float* table,
+                                        device uchar* packed, long row, bool live, uint lane,
+                                        constant HadamardQuantizeParams& p) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
   float part[KEPT], dots[KEPT], squares[KEPT];
   UNROLL
   for (int k = 0; k < KEPT; k++)
     part[k] = 0.0f;
   UNROLL
-  for (int i = 0; i < E * KEPT; i++) {
-    const float product = v[i] * v[i];
-    part[i % KEPT] += product;
-  }
-  const float norm2 = hadamard_sum<LANES>(part, lane);
-  const float factor = norm2 > 0.0f ? p.root / metal::sqrt(norm2) : 0.0f;
-  const bool finite = metal::isfinite(norm2);
+  for (int i = 0; i < E * KEPT; i++)
+    part[i % KEPT] = metal::fma(v[i], v[i], part[i % KEPT]);
+  HadamardSums sums;
+  sums.norm2 = hadamard_sum<LANES>(part);
+  const float factor = sums.norm2 > 0.0f ? p.root / metal::sqrt(sums.norm2) : 0.0f;
+  const bool finite = metal::isfinite(sums.norm2);
   device uchar* bytes = packed + row * p.bytes;
-  if (p.bits == 8)
-    hadamard_codes<D, LANES, 8>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
+  const int search = hadamard_search(table, p.bits);
+  if (search == HADAMARD_BY_CELL)
+    hadamard_codes<D, LANES, HADAMARD_BY_CELL>(v, factor, finite, table, bytes, live, lane, p, dots,
+                                               squares);
+  else if (search == HADAMARD_BY_TREE)
+    hadamard_codes<D, LANES, HADAMARD_BY_TREE>(v, factor, finite, table, bytes, live, lane, p, dots,
+                                               squares);
   else
-    hadamard_codes<D, LANES, 4>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
-  const float dot = hadamard_sum<LANES>(dots, lane);
-  const float square = hadamard_sum<LANES>(squares, lane);
-  if (live && lane % LANES == 0)
-    scales[row] = bfloat(hadamard_row_scale(p.kind, norm2, dot, square, p.root));
+    hadamard_codes<D, LANES, HADAMARD_BY_WIDE_TREE>(v, factor, finite, table, bytes, live, lane, p,
+                                                    dots, squares);
+  sums.dot = hadamard_sum<LANES>(dots);
+  sums.square = hadamard_sum<LANES>(squares);
+  return sums;
 }
 
-// A complete tree of bounds and levels: node n has the children 2 n and 2 n + 1, the levels are its
-// leaves, and each bound is the middle between the levels next to it. There are 256 leaves for
-// codes of 8 bits and 16 for shorter ones; bounds that there are not are infinite.
-METAL_FUNC void hadamard_table(threadgroup float* table, device const float* centroids, uint tid,
-                               int bits) {
-  const uint levels = 1u << bits, leaves = bits == 8 ? 256 : 16;
-  if (tid < leaves) {
-    table[leaves + tid] = tid < levels ? centroids[tid] : 0.0f;
-    if (tid > 0) {
-      const uint below = metal::ctz(tid);  // levels of the tree
-      const float bound =
-          tid < levels ? 0.5f * (centroids[tid - 1] + centroids[tid]) + 0.0f : INFINITY;
-      table[(leaves >> (below + 1)) + (tid >> (below + 1))] = bound;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// LANES lanes per row. With p.frozen every sequence has a centre [D] and its unit.
+// LANES lanes per row, p.passes <= 4 rows one after the other, whose scales are left to a lane
+// each. With p.frozen every sequence has a centre [D] and its unit.
 template <int D, int M, int LANES>
 kernel void hadamard_quantize(
     device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
@@ -160,24 +159,39 @@ kernel void hadamard_quantize(
     uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int VALUES = (D + 31) / 32 * (32 / LANES), ROWS = 32 / LANES;
-  threadgroup_array(float, table, 512);
-  const long at = (long(tgid.x) * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
-  const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
-  float v[VALUES];
-  hadamard_read<D, LANES>(v, x, row, lane, p);
+  threadgroup_array(float, table, HADAMARD_TABLE);
   hadamard_table(table, centroids, tid, p.bits);
-  hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
-  if (p.frozen) {
-    const long sequence = row / p.seq;
-    const float unit = float(centre_scales[sequence]);
-    float centre[VALUES];
-    hadamard_row<D, LANES, char>(centre, (device const uchar*)(centres + sequence * D), lane,
-                                 p.wide != 0);
-    UNROLL
-    for (int i = 0; i < VALUES; i++)
-      v[i] -= centre[i] * unit;
+  const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
+  uint flips[HADAMARD_FLIPS(D)] = {};
+  const int passes = LANES < 32 ? p.passes : 1;
+  const long first = (long(tgid.x) * passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+  const int mine = int(lane % LANES);
+  HadamardSums sums = {};
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int pass = 0; pass < passes; pass++) {
+    const long at = first + pass * (HADAMARD_SIMDGROUPS * ROWS);
+    const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
+    float v[VALUES];
+    if (quads && (pass == 0 || p.heads > 1))
+      hadamard_flips<D, M, LANES>(flips, signs, row, lane, p);
+    hadamard_rotate<D, M, LANES>(v, x, signs, quads, flips, row, lane, p);
+    if (p.frozen) {
+      const long sequence = hadamard_sequence(row, p);
+      const float unit = float(centre_scales[sequence]);
+      float centre[VALUES];
+      hadamard_row<D, LANES, char>(centre, (device const uchar*)(centres + sequence * D), lane,
+                                   p.wide != 0);
+      UNROLL
+      for (int i = 0; i < VALUES; i++)
+        v[i] -= centre[i] * unit;
+    }
+    const HadamardSums all = hadamard_encode<D, LANES>(v, table, packed, row, at < p.rows, lane, p);
+    if (mine == pass)
+      sums = all;
   }
-  hadamard_encode<D, LANES>(v, table, packed, scales, row, at < p.rows, lane, p);
+  const long row = first + mine * (HADAMARD_SIMDGROUPS * ROWS);
+  if (mine < passes && row < p.rows)
+    scales[row] = hadamard_scale(sums, p);
 }
 
 // Adds the rows of a simdgroup that are below `rows`, the even ones to low and the odd ones to
@@ -230,11 +244,15 @@ kernel void hadamard_quantize_blocks(
     uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, PASS = HADAMARD_SIMDGROUPS * KEPT;
-  threadgroup_array(float, table, 512);
+  threadgroup_array(float, table, HADAMARD_TABLE);
   threadgroup_array(float, shared, HADAMARD_SIMDGROUPS / 2 * 32 * E);
   threadgroup_array(float4, stages, HADAMARD_SIMDGROUPS * KEPT * 9);
   const long first = long(tgid.x) * p.block;
   const int mine = int(sg + HADAMARD_SIMDGROUPS * (lane / LANES));  // row of a pass
+  const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
+  uint flips[HADAMARD_FLIPS(D)] = {};
+  if (quads)  // a block is of one head
+    hadamard_flips<D, M, LANES>(flips, signs, first, lane, p);
 
   // Tokens t, t + 16, ... are summed in order, then the 16 sums by halves.
   float v[E * KEPT] = {}, low[E], high[E];
@@ -243,8 +261,7 @@ kernel void hadamard_quantize_blocks(
   for (int t0 = 0; t0 < p.block; t0 += PASS) {
     const long row = first + metal::min(t0 + mine, p.block - 1);
     const int rows = (p.block - t0 - int(sg) + HADAMARD_SIMDGROUPS - 1) / HADAMARD_SIMDGROUPS;
-    hadamard_read<D, LANES>(v, x, row, lane, p);
-    hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
+    hadamard_rotate<D, M, LANES>(v, x, signs, quads, flips, row, lane, p);
     if (LANES == 32 && t0 % 16 != 0)
       hadamard_gather<D, LANES>(high, low, v, 0, lane, rows);
     else
@@ -252,6 +269,7 @@ kernel void hadamard_quantize_blocks(
                                 rows);
   }
   hadamard_table(table, centroids, tid, p.bits);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = 0; r < E; r++)
     low[r] += high[r];
   for (int h = HADAMARD_SIMDGROUPS / 2; h > 0; h /= 2) {
@@ -290,13 +308,14 @@ kernel void hadamard_quantize_blocks(
 
   for (int t0 = 0; t0 < p.block; t0 += PASS) {
     const long row = first + metal::min(t0 + mine, p.block - 1);
-    if (p.block > PASS) {
-      hadamard_read<D, LANES>(v, x, row, lane, p);
-      hadamard_forward<D, M, LANES>(v, signs, row, lane, p);
-    }
+    if (p.block > PASS)
+      hadamard_rotate<D, M, LANES>(v, x, signs, quads, flips, row, lane, p);
     UNROLL
     for (int i = 0; i < E * KEPT; i++)
       v[i] -= shared[32 * (i / KEPT) + KEPT * int(lane % LANES) + i % KEPT];
-    hadamard_encode<D, LANES>(v, table, packed, scales, row, t0 + mine < p.block, lane, p);
+    const bool live = t0 + mine < p.block;
+    const HadamardSums sums = hadamard_encode<D, LANES>(v, table, packed, row, live, lane, p);
+    if (live && lane % LANES == 0)
+      scales[row] = hadamard_scale(sums, p);
   }
 }

@@ -73,53 +73,41 @@ METAL_FUNC void hadamard_read(thread float* v, device const uchar* x, long row, 
     hadamard_row<D, LANES, bfloat>(v, x + row * (D * 2), lane, wide);
 }
 
+// The head of a row: that of its signs.
+METAL_FUNC long hadamard_sequence(long row, constant HadamardQuantizeParams& p) {
+  return p.rows >> 32 == 0 ? long(uint(row) / uint(p.seq)) : row / p.seq;  // 64 bits are slow
+}
+METAL_FUNC int hadamard_head(long row, constant HadamardQuantizeParams& p) {
+  return p.heads > 1 ? int(hadamard_sequence(row, p) % p.heads) : 0;
+}
+
 // hadamard(x, signs) of one row, read before.
 template <int D, int M, int LANES>
 METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, long row, uint lane,
                                  constant HadamardQuantizeParams& p) {
   constexpr int VALUES = (D + 31) / 32 * (32 / LANES);
-  const long head = p.heads > 1 ? row / p.seq % p.heads : 0;
   float sign[VALUES];
-  hadamard_row<D, LANES, float>(sign, (device const uchar*)(signs + head * D), lane, p.wide != 0);
+  hadamard_row<D, LANES, float>(sign, (device const uchar*)(signs + hadamard_head(row, p) * D),
+                                lane, p.wide != 0);
   UNROLL
   for (int i = 0; i < VALUES; i++)
     v[i] *= sign[i];
   hadamard_transform<D, M, LANES>(v, lane, false, p.scale);
 }
 
-// The sum over the 32 values of a row that its lanes hold in part, 32 / LANES each, by halves: the
-// order of simd_sum. Lanes keep half of what they hold at every step, while they hold several.
+// The sum over the 32 values of a row that its lanes hold in part, 32 / LANES each: of neighbours,
+// then of neighbouring pairs, and so on.
 template <int LANES>
-METAL_FUNC float hadamard_sum(thread float* part, uint lane) {
-  constexpr int KEPT = 32 / LANES, SPREAD = KEPT < LANES ? KEPT : LANES;
+METAL_FUNC float hadamard_sum(thread float* part) {
+  constexpr int KEPT = 32 / LANES;
   UNROLL
-  for (int h = LANES / 2; h > 0; h /= 2) {
-    const bool upper = (lane & uint(h)) != 0;
-    const int held = KEPT * 2 * h / LANES;
-    if (held <= 1)
-      part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
+  for (int h = 1; h < KEPT; h *= 2) {
     UNROLL
-    for (int i = 0; i < KEPT / 2; i++) {
-      if (i < held / 2) {
-        const float a = part[2 * i], b = part[2 * i + 1];
-        part[i] = (upper ? b : a) + metal::simd_shuffle_xor(upper ? a : b, ushort(h));
-      }
-    }
+    for (int i = 0; i + h < KEPT; i += 2 * h)
+      part[i] += part[i + h];
   }
   UNROLL
-  for (int held = KEPT / LANES; held > 1; held /= 2) {
-    UNROLL
-    for (int i = 0; i < KEPT / 2; i++) {
-      if (i < held / 2)
-        part[i] += part[i + held / 2];
-    }
-  }
-  UNROLL
-  for (int h = LANES / SPREAD; h < LANES; h *= 2)
+  for (int h = 1; h < LANES; h *= 2)
     part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
   return part[0];
-}
-template <>
-METAL_FUNC float hadamard_sum<32>(thread float* part, uint) {
-  return metal::simd_sum(part[0]);
 }

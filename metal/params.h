@@ -129,6 +129,8 @@ struct HadamardQuantizeParams {
   float scale;  // 1 / sqrt(D)
   float root;   // sqrt(D)
   float share;  // 1 / block
+  int levels;   // 2^bits: a factor that compilers do not take for a shift
+  int passes;   // rows of a lane, without blocks
 };
 
 // Rows [rows, width] to trellis codes of `bytes` bytes each.

@@ -27,6 +27,9 @@
 //   matrix_sum_rows(x), matrix_max_rows(x)   over the lanes of equal column
 //   matrix_sum_columns(x), matrix_max_columns(x)   over the lanes of equal row
 //   matrix_rounded<T>(x, y)        a pair
+// Where QUAD_MATRICES is 1, there are also such products with other places: lanes 4 i to 4 i + 3
+// hold row i of left matrices and sums, two neighbours each, and column i of right matrices.
+//   quad_multiply(c, a, b), quad_multiply_add(c, a, b)   c[i] (+)= a[2 i] b[0] + a[2 i + 1] b[1]
 //
 // Tiles of TILE_ROWS rows of D 16-bit values in threadgroup memory, at a multiple of 1024 bytes,
 // stand on the right of the products of a threadgroup of TILE_SIMDS simdgroups, each with left

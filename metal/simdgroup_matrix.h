@@ -79,6 +79,8 @@ METAL_FUNC metal::vec<T, 2> matrix_rounded(float x, float y) {
   return metal::vec<T, 2>(T(x), T(y));
 }
 
+#define QUAD_MATRICES 0
+
 // Tiles: with two of 32 rows of 128 values, and the tables, threadgroup memory is full.
 #define TILE_ROWS 32
 #define TILE_SIMDS 4

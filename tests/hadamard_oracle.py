@@ -1,4 +1,8 @@
-"""Inputs and NumPy twins for the tests of the Hadamard ops: float32 in the order of the kernels."""
+"""Inputs and NumPy twins for the tests of the Hadamard ops: float32 in the order of the kernels.
+
+Kernels for GPUs fuse the products of sums, those of the CPU do not: a twin does what the executor
+does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from oracle import DTYPES, f64, unpack
-from vqkv_ext import ops
+from vqkv_ext import _ext, ops
 
 WIDTHS = sorted(m * 2**k for m in (1, 12, 20, 28) for k in range(11) if m * 2**k <= 1024)
 SCALES = ["mse", "norm", "unbiased", "matched"]
@@ -76,15 +80,26 @@ def fold(parts: np.ndarray) -> np.ndarray:
     return parts[..., 0]
 
 
-def sum32(v: np.ndarray) -> np.ndarray:
-    width = v.shape[-1]
-    padded = np.zeros((*v.shape[:-1], -(-width // 32) * 32), np.float32)
-    padded[..., :width] = v
-    parts = padded.reshape(*v.shape[:-1], -1, 32)
-    total = parts[..., 0, :]
-    for r in range(1, parts.shape[-2]):
-        total = total + parts[..., r, :]
-    return fold(total)
+def fused() -> bool:
+    return _ext.simulated() or mx.default_device() == mx.gpu
+
+
+def dot32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """<a, b>: 32 sums over r of channels 32 r + i, then those of neighbours, and so on."""
+    width = a.shape[-1]
+    padded = np.zeros((2, *a.shape[:-1], -(-width // 32) * 32), np.float32)
+    padded[..., :width] = a, b
+    a, b = padded.reshape(2, *a.shape[:-1], -1, 32)
+    total = a[..., 0, :] * b[..., 0, :]
+    for r in range(1, a.shape[-2]):
+        if fused():  # a product is exact in float64
+            wide = a[..., r, :].astype(np.float64) * b[..., r, :] + total
+            total = wide.astype(np.float32)
+        else:
+            total = total + a[..., r, :] * b[..., r, :]
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    return total[..., 0]
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -118,7 +133,7 @@ def quantize32(x, signs, levels, bits, scale, block=None, centres=None):
             y = y - np.repeat(steps * units[..., None], block, axis=-2)
         elif centres:
             y = y - (centres[0].astype(np.float32) * centres[1][..., None]).astype(np.float32)
-        norm2 = sum32(y * y)
+        norm2 = dot32(y, y)
         root = np.float32(math.sqrt(width))
         safe = np.where(norm2 > 0, norm2, np.float32(1))
         factor = np.where(norm2 > 0, root / np.sqrt(safe), np.float32(0))
@@ -127,7 +142,7 @@ def quantize32(x, signs, levels, bits, scale, block=None, centres=None):
         bounds = np.float32(0.5) * (levels[:-1] + levels[1:])
         index = (u[..., None] > bounds).sum(-1)
         c = levels[index]
-        dot, square = sum32(y * c), sum32(c * c)
+        dot, square = dot32(y, c), dot32(c, c)
         over, under = {
             "mse": (dot, square),
             "norm": (np.sqrt(norm2), np.broadcast_to(root, norm2.shape)),

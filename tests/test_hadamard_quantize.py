@@ -14,11 +14,12 @@ from hadamard_oracle import (
     check_codes,
     decoded,
     levels_of,
+    matrix,
     random,
     signs_of,
     transform32,
 )
-from oracle import DTYPES, Case, attention64, decode64, f64
+from oracle import DTYPES, Case, attention64, decode64, f64, unpack
 from test_attention import check as check_attention
 from vqkv_ext import ops, reference
 from vqkv_ext.codecs.tables import scalar_table
@@ -76,6 +77,76 @@ def test_rows_that_begin_anywhere(rng, dtype):
         steps = mx.array(rng.integers(-127, 128, width + 1).astype(np.int8))[1:]
         centres = steps.reshape(1, 1, width), mx.array([[0.02]]).astype(mx.bfloat16)
         check_codes(x, signs, levels_of(3), 3, centres=centres)
+
+
+# Levels whose bounds are close, equal or infinite: kernels for GPUs find those of the others by
+# cells that have one bound each.
+TABLES = {
+    "close": [-2, -1, -0.5, -0.1, -0.09, -0.08, 0.2, 0.201, 0.202, 0.6, 0.9, 1, 1.5, 2, 2.5, 3],
+    "equal": [-1.5] * 3 + [-0.5] * 5 + [0.25] * 2 + [1.0] * 6,
+    "one": [0.125] * 16,
+    "infinite": [-np.inf] * 2 + list(np.linspace(-2, 2, 12)) + [np.inf] * 2,
+    "wide": [-3e38, -1e38, -1e5, -3, -2, -1, -0.1, 0, 1e-20, 1e-3, 0.5, 1, 2, 30, 1e30, 2e38],
+    "tiny": list(np.linspace(-1e-39, 1e-39, 16)),
+    "bounds at +-1": [-1.5, -0.5, 0.5, 1.5],
+    "pair": [-0.5, 2.5],
+    "equal pair": [0.5, 0.5],
+    "infinite pair": [-np.inf, 1.0],
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_levels_of_any_distance(rng, name, dtype):
+    levels = np.array(TABLES[name], np.float32)
+    bits = len(levels).bit_length() - 1
+    for width in (64, 96):
+        x = np.array(random(rng, (40, width)))
+        x[:8] = 0  # such a row and one that differs in one sign have values of exactly +-1
+        x[:8, 0] = 1
+        x[4:8, 1] = rng.choice([-1, 1], 4)
+        for scale in ("norm", "unbiased"):
+            with np.errstate(all="ignore"):
+                check_codes(mx.array(x).astype(DTYPES[dtype]), mx.ones(width), levels, bits, scale)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+def test_rotations_of_16_bits(rng, poison, width, dtype):
+    """Signs +-1, for which CUDA multiplies by matrices. Values that need no rounding before the
+    last sums give the same bits; others those of float64 but near bounds."""
+    signs, levels = signs_of(rng, 3, width), levels_of(4)
+    for heads in (1, 3):
+        x = random(rng, (3, heads, 21, width), dtype)
+        check_codes(x, signs[:heads], levels, 4, poison=poison)
+        check_codes(x, signs[:heads], levels, 4, block=7, poison=poison)
+    off = random(rng, (9 * width + 1,), dtype)[1:].reshape(1, 9, width)
+    check_codes(off, signs[0], levels, 4)
+    x = mx.array(rng.standard_normal((300, width)) * 10.0 ** rng.uniform(-3, 3, (300, width)))
+    x = x.astype(DTYPES[dtype])
+    codes, scales = ops.hadamard_quantize(x, signs[0], mx.array(levels), 4)
+    y = (f64(x) * f64(signs[0])) @ matrix(width)
+    u = y / np.sqrt(np.square(y).mean(-1, keepdims=True))
+    bounds = 0.5 * (levels[1:].astype(np.float64) + levels[:-1])
+    index = unpack(np.array(codes), 4, 4, width)
+    sure = np.abs(u[..., None] - bounds).min(-1) > 1e-5
+    assert sure.mean() > 0.99
+    assert np.array_equal(index[sure], (u[..., None] > bounds).sum(-1)[sure])
+    c = levels[index].astype(np.float64)
+    assert np.allclose(f64(scales), (y * c).sum(-1) / (c * c).sum(-1), rtol=2**-8)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_enough_for_several_passes(rng, dtype):
+    """A lane of a GPU has several rows of such many, of one head or of several."""
+    rows, width = 131_100, 32
+    x = random(rng, (rows, width), dtype)
+    check_codes(x, signs_of(rng, width), levels_of(2), 2)
+    signs = signs_of(rng, 3, width)
+    check_codes(x.reshape(3, rows // 3, width), signs, levels_of(4), 4)
 
 
 @pytest.mark.sim

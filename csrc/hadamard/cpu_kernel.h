@@ -1,7 +1,7 @@
 // Randomized Hadamard transform of rows, and scalar quantisation of the result. Lanes hold
 // kHadamardRows rows: a tile is [channels, kHadamardRows], so every step is the same for all rows
 // and no sum crosses lanes. Sums are in the order of metal/hadamard.h and never fused, so that all
-// instruction sets and the simulator give the same bits.
+// instruction sets give the same bits; kernels for GPUs fuse products with sums.
 #pragma once
 
 #include "../../metal/hadamard_tables.h"

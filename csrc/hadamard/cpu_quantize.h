@@ -8,11 +8,15 @@ namespace vqkv::VQKV_VARIANT {
 constexpr int kSums = 32;               // partial sums of a row: the lanes of a simdgroup
 constexpr int kParts = kRows / kWidth;  // vectors of a channel
 
-/** sum[i] + sum[i + 16], then 8 and so on, per lane; the result in the first of [kSums, kRows]. */
-VQKV_INLINE void fold_sums(float* sum) {
-  for (int h = kSums / 2; h > 0; h /= 2) {
-    for (int i = 0; i < h * kRows; i += kWidth) {
-      store(sum + i, load<F>(sum + i) + load<F>(sum + i + h * kRows));
+/** Of [kSums, kRows] the sums of neighbours, then of neighbouring pairs and so on, per lane; the
+ * result in the first. */
+VQKV_INLINE void add_neighbours(float* sum) {
+  for (int h = 1; h < kSums; h *= 2) {
+    for (int i = 0; i < kSums; i += 2 * h) {
+      for (int m = 0; m < kRows; m += kWidth) {
+        float* p = sum + i * kRows + m;
+        store(p, load<F>(p) + load<F>(p + h * kRows));
+      }
     }
   }
 }
@@ -32,7 +36,7 @@ inline void centre_and_norm(float* y, int width, float scale, const float* centr
       store(sum + l * kRows + m * kWidth, s);
     }
   }
-  fold_sums(sum);
+  add_neighbours(sum);
 }
 
 struct Level {
@@ -85,8 +89,8 @@ void find_levels(const float* y, int width, const float* factor, const float* ta
       store(square + l * kRows + m * kWidth, s);
     }
   }
-  fold_sums(dot);
-  fold_sums(square);
+  add_neighbours(dot);
+  add_neighbours(square);
 }
 
 /** The bit streams of n rows; the indices are zero from `width` to the next multiple of 32. */

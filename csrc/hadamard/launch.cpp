@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "hadamard/op.h"
 #include "hadamard/primitive.h"
 
@@ -5,6 +7,9 @@ namespace vqkv {
 namespace {
 
 constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
+// Where threadgroups abound each has several times as many rows, one after the other, which share
+// what it sets up. No more times than lanes hold a row: each lane is left the scale of one.
+constexpr int64_t kPasses = 4, kThreadgroups = 1024;
 
 /** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
 int64_t rows_of_simdgroup(int width) {
@@ -36,7 +41,10 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   const auto& x = in[0];
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
   p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
-  const int64_t rows = code.block ? code.block : kSimdgroups * rows_of_simdgroup(x.shape(-1));
+  const int64_t at_once = kSimdgroups * rows_of_simdgroup(x.shape(-1));
+  const int64_t passes = at_once > kSimdgroups ? p.rows / (at_once * kThreadgroups) : 1;
+  p.passes = static_cast<int>(std::clamp<int64_t>(passes, 1, kPasses));
+  const int64_t rows = code.block ? code.block : at_once * p.passes;
   Launch l;
   l.kernel =
       kernel_name(code.block ? "hadamard_quantize_blocks" : "hadamard_quantize", x.shape(-1));

@@ -91,6 +91,7 @@ HadamardQuantizeParams hadamard_quantize_params(const mx::Shape& x, mx::Dtype dt
   p.block = code.block;
   p.frozen = frozen;
   p.root = static_cast<float>(std::sqrt(static_cast<double>(x.back())));
+  p.levels = 1 << code.bits;
   p.share = code.block ? 1.0f / static_cast<float>(code.block) : 0.0f;
   return p;
 }

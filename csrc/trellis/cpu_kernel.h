@@ -104,6 +104,15 @@ void trellis_path(const int32_t* choices, int width, const int32_t* last, uint8_
   }
 }
 
+/** sum[i] + sum[i + 16], then 8 and so on, per lane; the result in the first of [kSums, kRows]. */
+VQKV_INLINE void fold_sums(float* sum) {
+  for (int h = kSums / 2; h > 0; h /= 2) {
+    for (int i = 0; i < h * kRows; i += kWidth) {
+      store(sum + i, load<F>(sum + i) + load<F>(sum + i + h * kRows));
+    }
+  }
+}
+
 /** sum[lane of a simdgroup] of the products of two tiles [width, kRows], folded. */
 inline void tile_dot(const float* a, const float* b, int width, float* sum) {
   fill_floats(sum, kSums * kRows, 0.0f);

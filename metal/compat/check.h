@@ -25,6 +25,7 @@ typedef __bf16 bfloat;
 #define threadgroup_array(T, name, ...) static threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) static constant constexpr T name[__VA_ARGS__]
 #define TABLE_ROW_BYTES 64
+#define QUAD_MATRICES 0
 #define TILE_ROWS 32
 #define TILE_SIMDS 4
 #ifndef TILE_PRODUCERS  // the source of a kernel may ask for them
@@ -173,6 +174,7 @@ MSL_MINMAX(half)
 MSL_MINMAX(float)
 #undef MSL_MINMAX
 
+float saturate(float);
 float fma(float, float, float);
 half fma(half, half, half);
 #define MSL_FLOAT_VECTOR(V) \

@@ -181,6 +181,23 @@ MSL_DEVICE float matrix_from_row(float x, uint row, uint lane) {
 MSL_MMA(half, "f16")
 MSL_MMA(bfloat, "bf16")
 #undef MSL_MMA
+#define MSL_MMA(T, TYPE)                                                                        \
+  MSL_DEVICE void quad_multiply(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) {     \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                  \
+        ".f32 "                                                                                 \
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"                   \
+        : "=f"(c[0].x), "=f"(c[0].y), "=f"(c[1].x), "=f"(c[1].y)                                \
+        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                         \
+          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])),                         \
+          "r"(bit_cast<uint32_t>(b[0])), "r"(bit_cast<uint32_t>(b[1])), "f"(0.0f));             \
+  }                                                                                             \
+  MSL_DEVICE void quad_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) { \
+    matrix_multiply_add(c, a, b);                                                               \
+  }
+MSL_MMA(half, "f16")
+MSL_MMA(bfloat, "bf16")
+#undef MSL_MMA
+#define QUAD_MATRICES 1
 // every lane its own bank
 #define TABLE_ROW_BYTES 256
 MSL_DEVICE uint table_row(uint word, int i, uint at) {
@@ -227,6 +244,8 @@ using metal::matrix_right_transposed;
 using metal::matrix_row;
 using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
+using metal::quad_multiply;
+using metal::quad_multiply_add;
 using metal::table_row;
 using metal::word_at;
 

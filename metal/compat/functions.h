@@ -112,6 +112,14 @@ MSL_MINMAX(float)
 #endif
 #undef MSL_MINMAX
 
+MSL_FN float saturate(float x) {
+#if defined(__CUDA_ARCH__)
+  return __saturatef(x);
+#else
+  return min(max(x, 0.0f), 1.0f);
+#endif
+}
+
 template <typename T>
 MSL_FN T select(T a, T b, bool c) {
   return c ? b : a;

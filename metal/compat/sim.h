@@ -171,32 +171,57 @@ inline void matrix_right_paired(vec<T, 2>* b, float x, uint lane, MSL_SITE) {
 inline float matrix_from_row(float x, uint row, uint lane, MSL_SITE) {
   return simd_shuffle(x, ushort(matrix_lane(row, matrix_column(lane))), site);
 }
-template <typename T>
-inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b,
-                                MSL_SITE) {
-  auto element = [](const vqkv::sim::Exchange& e, uint matrix, uint row, uint column) {
-    const uint lane = matrix_lane(row, column);
+// c[i] += a[2 i] b[0] + a[2 i + 1] b[1]. An element (row, column) is one of the pair of lane
+// lane_of(row, column); of the right matrices, which are transposed with RIGHT_COLUMNS, too.
+template <bool RIGHT_COLUMNS, typename T>
+inline void multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b, uint row,
+                         uint column, uint (*lane_of)(uint, uint), const char* name,
+                         vqkv::sim::Site site) {
+  auto element = [&](const vqkv::sim::Exchange& e, uint matrix, uint i, uint j) {
     vec<T, 2> pair;
-    memcpy(static_cast<void*>(&pair), e.posted[lane] + matrix * sizeof(pair), sizeof(pair));
-    return float(pair[column & 1]);
+    memcpy(static_cast<void*>(&pair), e.posted[lane_of(i, j)] + matrix * sizeof(pair),
+           sizeof(pair));
+    return float(pair[j & 1]);
   };
-  const uint row = matrix_row(vqkv::sim::lane()), column = matrix_column(vqkv::sim::lane());
   float left[2][16];  // read before the next exchange begins
-  const auto& lefts = vqkv::sim::exchange(a, 4 * sizeof(*a), "matrix_multiply_add", site);
+  const auto& lefts = vqkv::sim::exchange(a, 4 * sizeof(*a), name, site);
   for (uint i = 0; i < 2; i++) {
     for (uint k = 0; k < 16; k++) {
       left[i][k] = element(lefts, 2 * i + k / 8, row, k % 8);
     }
   }
-  const auto& rights = vqkv::sim::exchange(b, 2 * sizeof(*b), "matrix_multiply_add", site);
+  const auto& rights = vqkv::sim::exchange(b, 2 * sizeof(*b), name, site);
   for (uint j = 0; j < 2; j++) {
     for (uint k = 0; k < 16; k++) {
-      const float right = element(rights, k / 8, k % 8, column + j);
+      const float right = RIGHT_COLUMNS ? element(rights, k / 8, column + j, k % 8)
+                                        : element(rights, k / 8, k % 8, column + j);
       for (uint i = 0; i < 2; i++) {
         c[i][j] = fma(left[i][k], right, c[i][j]);
       }
     }
   }
+}
+template <typename T>
+inline void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b,
+                                MSL_SITE) {
+  const uint lane = vqkv::sim::lane();
+  multiply_add<false>(c, a, b, matrix_row(lane), matrix_column(lane), matrix_lane,
+                      "matrix_multiply_add", site);
+}
+// As on CUDA: a row of four neighbouring lanes.
+#define QUAD_MATRICES 1
+inline uint quad_lane(uint row, uint column) {
+  return row << 2 | column >> 1;
+}
+template <typename T>
+inline void quad_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b, MSL_SITE) {
+  const uint lane = vqkv::sim::lane();
+  multiply_add<true>(c, a, b, lane >> 2, (lane & 3u) << 1, quad_lane, "quad_multiply_add", site);
+}
+template <typename T>
+inline void quad_multiply(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b, MSL_SITE) {
+  c[0] = c[1] = vec<float, 2>(0.0f);
+  quad_multiply_add(c, a, b, site);
 }
 inline uint table_row(uint word, int i, uint at) {
   return (word >> 8 * i & 255u) * TABLE_ROW_BYTES + at;
@@ -242,6 +267,8 @@ using metal::matrix_right_transposed;
 using metal::matrix_row;
 using metal::matrix_sum_columns;
 using metal::matrix_sum_rows;
+using metal::quad_multiply;
+using metal::quad_multiply_add;
 using metal::table_row;
 using metal::word_at;
 
