@@ -13,23 +13,36 @@
 
 namespace vqkv {
 
+/** The bytes of a params struct of metal/params.h. */
+class Params {
+ public:
+  template <typename P>
+  void set(const P& p) {
+    static_assert(sizeof(P) <= kMost);
+    std::memcpy(bytes_.data(), &p, sizeof(P));
+    size_ = sizeof(P);
+  }
+  const char* data() const { return bytes_.data(); }
+  size_t size() const { return size_; }
+
+  static constexpr size_t kMost = 384;
+
+ private:
+  alignas(8) std::array<char, kMost> bytes_;
+  size_t size_ = 0;
+};
+
 struct Launch {
   std::string kernel;
   std::vector<mx::array> inputs;   // kernel buffers 0 .. n-1
   std::vector<mx::array> outputs;  // the next buffers; the params struct follows them
-  std::vector<char> params;
+  Params params;
   std::array<uint32_t, 3> grid;  // threadgroups
   uint32_t threads;              // per threadgroup, a multiple of 32
   // CUDA: shared memory besides the arrays of the kernel, as far as the GPU has it: kernels for
   // GPUs of less take less
   uint32_t cuda_shared_bytes = 0;
   uint32_t cuda_more_threads = 0;  // CUDA: if the kernel for this GPU takes them
-
-  template <typename P>
-  void set_params(const P& p) {
-    params.resize(sizeof(P));
-    std::memcpy(params.data(), &p, sizeof(P));
-  }
 };
 
 /** The dtype as kernel names spell it: "float16", "uint8". */
@@ -51,7 +64,7 @@ inline const char* dtype_name(mx::Dtype t) {
 }
 
 // Of a call's time on the host the launch is a part that counts: names are built in one piece, and
-// launches moved into the list rather than copied as an initializer list would.
+// lists without the copies of an initializer list.
 
 inline void append_part(std::string& name, const std::string& part) {
   name += part;
@@ -73,12 +86,20 @@ std::string kernel_name(const char* first, const Parts&... rest) {
   return name;
 }
 
-template <typename... L>
-std::vector<Launch> launches(L&&... each) {
-  std::vector<Launch> list;
+template <typename T, typename... Each>
+std::vector<T> list_of(Each&&... each) {
+  std::vector<T> list;
   list.reserve(sizeof...(each));
-  (list.push_back(std::forward<L>(each)), ...);
+  (list.push_back(std::forward<Each>(each)), ...);
   return list;
+}
+template <typename... Each>
+std::vector<Launch> launches(Each&&... each) {
+  return list_of<Launch>(std::forward<Each>(each)...);
+}
+template <typename... Each>
+std::vector<mx::array> arrays(Each&&... each) {
+  return list_of<mx::array>(std::forward<Each>(each)...);
 }
 
 /** Whether kernels may read vectors of 16 bytes from the array. */

@@ -151,24 +151,24 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   auto part_ml = temporary({rows, all, 2}, mx::float32, temporaries);
   first.inputs.assign(in.begin(), in.begin() + kSinks);
   first.inputs.push_back(in[kKeyDiagonal]);
-  first.outputs = {part, part_ml};
+  first.outputs = arrays(part, part_ml);
   first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(all)};
-  first.set_params(p);
+  first.params.set(p);
 
   Launch merge;
   const bool by_rows = prefill && all <= kFewSlices;
   merge.kernel = by_rows ? kernel_name("attention_merge_rows", dtype_name(dtype), p.value_dim)
                          : kernel_name("attention_merge", dtype_name(dtype));
-  merge.inputs = {part, part_ml, in[kSinks], in[kValueDiagonal]};
+  merge.inputs = arrays(part, part_ml, in[kSinks], in[kValueDiagonal]);
   // whole, or of codes and tail; part stands for what is not written
   if (p.separate) {
-    merge.outputs = {part, out[0], out[1]};
+    merge.outputs = arrays(part, out[0], out[1]);
   } else {
-    merge.outputs = {out[0], part, part};
+    merge.outputs = arrays(out[0], part, part);
   }
   merge.grid = {groups(rows, by_rows ? kThreads / 32 : 1), 1, 1};
   merge.threads = kThreads;
-  merge.set_params(p);
+  merge.params.set(p);
   return launches(std::move(first), std::move(merge));
 }
 

@@ -3,6 +3,8 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -114,13 +116,21 @@ Kernels& kernels(mx::cu::Device& device) {
 }
 
 // metal/compat/cuda.h: a kernel has one argument, the pointers to its buffers and then the params.
-std::vector<char> arguments(const Launch& l) {
-  std::vector<char> bytes;
-  bytes.reserve(8 * (l.inputs.size() + l.outputs.size() + 1) + l.params.size());
+constexpr size_t kMostBuffers = 32;
+struct Argument {
+  alignas(void*) std::array<char, kMostBuffers * sizeof(void*) + Params::kMost> bytes;
+};
+
+Argument argument_of(const Launch& l) {
+  Argument to;
+  char* at = to.bytes.data();
   auto append = [&](const void* data, size_t n) {
-    auto* p = static_cast<const char*>(data);
-    bytes.insert(bytes.end(), p, p + n);
+    std::memcpy(at, data, n);
+    at += n;
   };
+  require(l.inputs.size() + l.outputs.size() <= kMostBuffers, "vqkv_ext", "kernel ", l.kernel,
+          " may have ", kMostBuffers, " buffers, but got ", l.inputs.size() + l.outputs.size(),
+          ".");
   for (const auto* side : {&l.inputs, &l.outputs}) {
     for (const auto& a : *side) {
       // not data(), which would move the buffer to unified memory
@@ -129,8 +139,7 @@ std::vector<char> arguments(const Launch& l) {
     }
   }
   append(l.params.data(), l.params.size());
-  bytes.resize((bytes.size() + alignof(void*) - 1) / alignof(void*) * alignof(void*));
-  return bytes;
+  return to;
 }
 
 /**
@@ -155,17 +164,18 @@ void allocate_gpu(mx::array& a, const mx::Stream& s) {
   struct Memory {
     mx::Stream stream;
     std::shared_ptr<mx::Primitive> primitive;
-    std::vector<mx::array> inputs;
+    std::vector<mx::array> inputs, outputs;
   };
   thread_local std::vector<Memory> known;
   auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.stream == s; });
   if (it == known.end()) {
     const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
-    it = known.insert(known.end(), {s, device_memory(s), {none, none, none}});
+    it = known.insert(known.end(), {s, device_memory(s), {none, none, none}, {none}});
   }
   if (it->primitive && a.nbytes() > 0) {
-    std::vector<mx::array> out{a};
-    it->primitive->eval_gpu(it->inputs, out);
+    it->outputs[0] = a;
+    it->primitive->eval_gpu(it->inputs, it->outputs);
+    it->outputs[0] = it->inputs[0];
   } else {
     a.set_data(mx::allocator::malloc(a.nbytes()));
   }
@@ -217,8 +227,8 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
     for (const auto& a : l.outputs) {
       enc.set_output_array(a);
     }
-    auto bytes = arguments(l);
-    void* argument = bytes.data();  // copied into the node
+    auto bytes = argument_of(l);
+    void* argument = &bytes;  // copied into the node
     enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(threads), dim3(),
                             shared_bytes, &argument);
   }

@@ -26,9 +26,9 @@ std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
   auto p = hadamard_params(x.shape(), x.dtype(), signs.shape(), out.dtype(), inverse);
   Launch l;
   l.kernel = kernel_name("hadamard", x.shape(-1));
-  l.inputs = {x, signs};
-  l.outputs = {out};
-  l.set_params(p);
+  l.inputs = arrays(x, signs);
+  l.outputs = arrays(out);
+  l.params.set(p);
   l.grid = {groups(p.rows, kSimdgroups), 1, 1};
   l.threads = 32 * kSimdgroups;
   return launches(std::move(l));
@@ -53,7 +53,7 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
     l.inputs.insert(l.inputs.end(), 2, in[2]);  // in place of the centres, not read
   }
   l.outputs = out;
-  l.set_params(p);
+  l.params.set(p);
   l.grid = {groups(p.rows, rows), 1, 1};
   l.threads = 32 * kSimdgroups;
   return launches(std::move(l));

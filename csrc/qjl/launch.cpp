@@ -13,9 +13,9 @@ Launch products(const char* what, const mx::array& x, const mx::array& sketch,
   auto p = qjl_params(x.shape(), sketch.shape());
   Launch l;
   l.kernel = kernel_name("qjl", what, dtype_name(x.dtype()));
-  l.inputs = {x, sketch};
+  l.inputs = arrays(x, sketch);
   l.outputs = std::move(outputs);
-  l.set_params(p);
+  l.params.set(p);
   l.grid = {groups(p.rows, kVectors), groups(p.channels, kChannels), 1};
   l.threads = kThreads;
   return l;
@@ -39,12 +39,12 @@ std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, c
 
   Launch l;
   l.kernel = kernel_name("qjl_scores", dtype_name(norms.dtype()));
-  l.inputs = {projected, signs, norms};
-  l.outputs = {out};
-  l.set_params(p);
+  l.inputs = arrays(projected, signs, norms);
+  l.outputs = arrays(out);
+  l.params.set(p);
   l.grid = {groups(p.tokens, kThreads), groups(p.rows, kRows), groups(p.heads, 1)};
   l.threads = kThreads;
-  return launches(products("project", q, sketch, {projected}), std::move(l));
+  return launches(products("project", q, sketch, arrays(projected)), std::move(l));
 }
 
 }  // namespace vqkv

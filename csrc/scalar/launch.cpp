@@ -15,8 +15,8 @@ std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
   Launch l;
   l.kernel = std::move(kernel);
   l.inputs = std::move(inputs);
-  l.outputs.push_back(output);
-  l.set_params(p);
+  l.outputs = arrays(output);
+  l.params.set(p);
   l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), octets * kThreads), 1, 1};
   l.threads = kThreads;
   return launches(std::move(l));
@@ -25,26 +25,26 @@ std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
 }  // namespace
 
 std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
-  return launch(kernel_name("pack_bits", dtype_name(indices.dtype())), {indices}, packed,
+  return launch(kernel_name("pack_bits", dtype_name(indices.dtype())), arrays(indices), packed,
                 indices.shape(), bits, kOctets);
 }
 
 std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices,
                                        int bits) {
-  return launch(kernel_name("unpack_bits", dtype_name(indices.dtype())), {packed}, indices,
+  return launch(kernel_name("unpack_bits", dtype_name(indices.dtype())), arrays(packed), indices,
                 indices.shape(), bits, kOctets);
 }
 
 std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
                                            const mx::array& packed, int bits) {
-  return launch(kernel_name("quantize_scalar", dtype_name(x.dtype())), {x, centroids}, packed,
+  return launch(kernel_name("quantize_scalar", dtype_name(x.dtype())), arrays(x, centroids), packed,
                 x.shape(), bits);
 }
 
 std::vector<Launch> dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
                                              const mx::array& out, int bits) {
-  return launch(kernel_name("dequantize_scalar", dtype_name(out.dtype())), {packed, centroids}, out,
-                out.shape(), bits);
+  return launch(kernel_name("dequantize_scalar", dtype_name(out.dtype())),
+                arrays(packed, centroids), out, out.shape(), bits);
 }
 
 }  // namespace vqkv

@@ -16,7 +16,7 @@ std::vector<Launch> trellis_encode_launch(const std::vector<mx::array>& in,
   l.kernel = kernel_name("trellis_encode", p.bits);
   l.inputs = in;
   l.outputs = out;
-  l.set_params(p);
+  l.params.set(p);
   l.grid = {groups(p.rows, p.simdgroups), 1, 1};
   l.threads = 32 * p.simdgroups;
   return launches(std::move(l));

@@ -15,9 +15,9 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
   Launch l;
   l.kernel = kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
                          held ? p.dims : 0);
-  l.inputs = {x, codebook};
-  l.outputs = {codes};
-  l.set_params(p);
+  l.inputs = arrays(x, codebook);
+  l.outputs = arrays(codes);
+  l.params.set(p);
   const int64_t books = (p.per_head ? p.heads : 1) * (p.per_group ? p.groups : 1);
   const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
   l.grid = {groups(each, kThreads * kPerThread), groups(books, 1), 1};
@@ -30,9 +30,9 @@ std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array
   auto p = vq_params("dequantize_vq", codes.shape(), codebook.shape(), true);
   Launch l;
   l.kernel = kernel_name("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
-  l.inputs = {codes, codebook};
-  l.outputs = {out};
-  l.set_params(p);
+  l.inputs = arrays(codes, codebook);
+  l.outputs = arrays(out);
+  l.params.set(p);
   l.grid = {groups(codes.size(), kThreads), 1, 1};
   l.threads = kThreads;
   return launches(std::move(l));
