@@ -62,16 +62,33 @@ void check_coded(const char* side, const Coded& c, int width, const mx::array& t
   }
 }
 
-/** `none` takes the place of what there is not. */
-void push_coded(std::vector<mx::array>& inputs, const Coded& c, const mx::array& none,
-                mx::Stream s) {
-  auto given = [&](const std::optional<mx::array>& a) { return a ? contiguous(*a, s) : none; };
-  inputs.push_back(contiguous(c.codes, s));
-  inputs.push_back(contiguous(c.table, mx::float32, s));
-  inputs.push_back(given(c.scales));
-  inputs.push_back(given(c.centres));
-  inputs.push_back(given(c.centre_scales));
-}
+/** The inputs of a call that there are. */
+struct Inputs {
+  mx::Stream stream;
+  std::vector<mx::array> arrays;
+  uint32_t given = 0;
+
+  void add(AttentionInput kind, mx::array a) {
+    arrays.push_back(std::move(a));
+    given |= 1u << kind;
+  }
+  /** As the kernels take it. */
+  void add(AttentionInput kind, const std::optional<mx::array>& a) {
+    if (a) {
+      add(kind, contiguous(*a, stream));
+    }
+  }
+  void add(AttentionInput codes, AttentionInput table, AttentionInput scales, const Coded& c) {
+    add(codes, contiguous(c.codes, stream));
+    add(table, contiguous(c.table, mx::float32, stream));
+    add(scales, c.scales);
+  }
+  void add_floats(AttentionInput kind, const std::optional<mx::array>& a) {
+    if (a) {
+      add(kind, contiguous(*a, mx::float32, stream));
+    }
+  }
+};
 
 void check_query_code(const mx::array& q, const mx::array& q_code) {
   require(q_code.ndim() == 4 && is_float(q_code.dtype()) && q_code.shape(0) == q.shape(0) &&
@@ -188,7 +205,33 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
     check_diagonal("value", *o.value_diagonal, v_tail.shape(1), v_tail.shape(3));
   }
 
-  auto s = mx::to_stream(s_);
+  Inputs in{mx::to_stream(s_), {}};
+  in.arrays.reserve(kAttentionInputs);
+  in.add(kQuery, q);
+  if (q_code_ || !o.key_diagonal) {
+    in.add(kQueryCode, contiguous(q_code, mx::float32, in.stream));
+  }
+  if (layout) {
+    in.add(kLayout, contiguous(*layout, in.stream));
+  }
+  in.add(kKeyTail, k_tail);
+  in.add(kValueTail, v_tail);
+  in.add(kKeyCodes, kKeyTable, kKeyScales, keys);
+  in.add(kKeyCentres, keys.centres);
+  in.add(kKeyCentreScales, keys.centre_scales);
+  if (keys.pair) {
+    in.add(kPairCodes, kPairTable, kPairScales, *keys.pair);
+  }
+  in.add(kValueCodes, kValueTable, kValueScales, values);
+  in.add(kValueCentres, values.centres);
+  in.add(kValueCentreScales, values.centre_scales);
+  if (o.mask) {
+    in.add(kMask, four_axes(*o.mask, in.stream));
+  }
+  in.add_floats(kSinks, o.sinks);
+  in.add_floats(kKeyDiagonal, o.key_diagonal);
+  in.add_floats(kValueDiagonal, o.value_diagonal);
+
   AttentionSpec spec{o.scale,
                      span.sink_tokens,
                      span.window,
@@ -207,29 +250,14 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
                      o.sinks.has_value(),
                      o.key_diagonal.has_value(),
                      o.value_diagonal.has_value(),
-                     layout ? std::nullopt : std::optional(std::get<1>(rows))};
-  // q stands for what there is not
-  std::vector<mx::array> in{q, q_code_ || !o.key_diagonal ? contiguous(q_code, mx::float32, s) : q,
-                            layout ? contiguous(*layout, s) : q, k_tail, v_tail};
-  in.reserve(kAttentionInputs);
-  push_coded(in, keys, q, s);
-  if (keys.pair) {
-    push_coded(in, *keys.pair, q, s);
-    in.erase(in.end() - 2, in.end());  // it has no centres
-  } else {
-    in.insert(in.end(), 3, q);
-  }
-  push_coded(in, values, q, s);
-  in.push_back(o.mask ? four_axes(*o.mask, s) : q);
-  for (const auto* a : {&o.sinks, &o.key_diagonal, &o.value_diagonal}) {
-    in.push_back(*a ? contiguous(**a, mx::float32, s) : q);
-  }
+                     layout ? std::nullopt : std::optional(std::get<1>(rows)),
+                     in.given};
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
-  auto primitive = std::make_shared<Attention>(s, spec);
+  auto primitive = std::make_shared<Attention>(in.stream, spec);
   if (o.separate) {
-    return mx::array::make_arrays({shape, shape}, {mx::float32, mx::float32}, primitive, in);
+    return mx::array::make_arrays({shape, shape}, {mx::float32, mx::float32}, primitive, in.arrays);
   }
-  return {mx::array(shape, q.dtype(), primitive, in)};
+  return {mx::array(std::move(shape), q.dtype(), std::move(primitive), std::move(in.arrays))};
 }
 
 mx::array AttentionPlan::operator()(const mx::array& q, const Rows& rows, const mx::array& k_tail,

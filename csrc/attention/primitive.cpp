@@ -54,9 +54,11 @@ void set_mask(AttentionParams& p, const mx::array& mask) {
   }
 }
 
-// Queries and tails row-major; a query that is copied goes on standing for what there is not.
-std::vector<mx::array> in_order(std::vector<mx::array> in, mx::Stream s,
-                                std::vector<mx::array>& temporaries) {
+// All inputs, queries and tails row-major; a query that is copied goes on standing for what there
+// is not.
+std::vector<mx::array> in_order(const std::vector<mx::array>& given, const AttentionSpec& spec,
+                                mx::Stream s, std::vector<mx::array>& temporaries) {
+  auto in = all_inputs(given, spec);
   const auto q = in[kQuery];
   if (!q.flags().row_contiguous) {
     const auto copy = row_major(q, s, temporaries);
@@ -72,6 +74,26 @@ std::vector<mx::array> in_order(std::vector<mx::array> in, mx::Stream s,
   return in;
 }
 
+/** The AttentionInput of each that is given. */
+std::vector<int> kinds(const AttentionSpec& spec) {
+  std::vector<int> found;
+  for (int i = 0; i < kAttentionInputs; ++i) {
+    if (spec.given >> i & 1) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+template <typename T>
+std::vector<T> some_of(const std::vector<T>& in, const std::vector<int>& which) {
+  std::vector<T> some;
+  for (int i : which) {
+    some.push_back(in[i]);
+  }
+  return some;
+}
+
 /** The layout of so many rows as the reference takes it, an array. */
 mx::array layout_array(const std::vector<mx::array>& in, const AttentionSpec& spec, int batch,
                        mx::Stream s) {
@@ -83,6 +105,20 @@ mx::array layout_array(const std::vector<mx::array>& in, const AttentionSpec& sp
 }
 
 }  // namespace
+
+std::vector<mx::array> all_inputs(const std::vector<mx::array>& given, const AttentionSpec& spec) {
+  std::vector<mx::array> all;
+  all.reserve(kAttentionInputs);
+  size_t next = 0;
+  for (int i = 0; i < kAttentionInputs; ++i) {
+    all.push_back(given[spec.given >> i & 1 ? next++ : 0]);
+  }
+  return all;
+}
+
+std::vector<mx::array> given_inputs(const std::vector<mx::array>& all, const AttentionSpec& spec) {
+  return some_of(all, kinds(spec));
+}
 
 AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec) {
   AttentionParams p{};
@@ -133,11 +169,11 @@ void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
   evaluate_cpu(
       out, stream(),
       [&](auto& temporaries) {
-        auto all = in_order(in, stream(), temporaries);
+        auto all = in_order(in, spec_, stream(), temporaries);
         return attention_launch(all, out, attention_params(all, spec_), temporaries);
       },
       [&] {
-        auto all = in_order(in, stream(), copies);
+        auto all = in_order(in, spec_, stream(), copies);
         attention_cpu(all, out, attention_params(all, spec_), stream());
       });
   mx::cpu::get_command_encoder(stream()).add_temporaries(std::move(copies));
@@ -145,14 +181,15 @@ void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
   evaluate_gpu(out, stream(), [&](auto& temporaries) {
-    auto all = in_order(in, stream(), temporaries);
+    auto all = in_order(in, spec_, stream(), temporaries);
     return attention_launch(all, out, attention_params(all, spec_), temporaries);
   });
 }
 
-std::vector<mx::Shape> Attention::output_shapes(const std::vector<mx::array>& in) {
-  const auto& q = in[kQuery];
-  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), in[kValueTail].shape(3)};
+std::vector<mx::Shape> Attention::output_shapes(const std::vector<mx::array>& given) {
+  const auto& q = given[kQuery];
+  const auto& v = given[std::popcount(spec_.given & ((1u << kValueTail) - 1))];
+  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v.shape(3)};
   return std::vector<mx::Shape>(spec_.separate ? 2 : 1, shape);
 }
 
@@ -182,11 +219,10 @@ Scalars Attention::scalars() const {
           {"value_turned", c.value_turned}};
 }
 
-// Queries stand for a layout that is none, and may be differentiated there as well.
-ArrayFunction Attention::plain(const std::vector<mx::array>& primals) {
+ArrayFunction Attention::plain(const std::vector<mx::array>& all) {
   return [f = reference("attention", scalars()),
-          layout = layout_array(primals, spec_, primals[kQuery].shape(0), stream())](
-             std::vector<mx::array> in) {
+          layout =
+              layout_array(all, spec_, all[kQuery].shape(0), stream())](std::vector<mx::array> in) {
     in[kLayout] = layout;
     return f(in);
   };
@@ -196,53 +232,48 @@ std::vector<mx::array> Attention::vjp(const std::vector<mx::array>& primals,
                                       const std::vector<mx::array>& cotangents,
                                       const std::vector<int>& argnums,
                                       const std::vector<mx::array>&) {
-  std::vector<mx::array> some;
-  for (int a : argnums) {
-    some.push_back(primals[a]);
-  }
-  auto f = reference_in(plain(primals), primals, argnums);
-  return mx::vjp(f, some, cotangents).second;
+  const auto all = all_inputs(primals, spec_);
+  const auto which = some_of(kinds(spec_), argnums);
+  auto f = reference_in(plain(all), all, which);
+  return mx::vjp(f, some_of(all, which), cotangents).second;
 }
 
 std::vector<mx::array> Attention::jvp(const std::vector<mx::array>& primals,
                                       const std::vector<mx::array>& tangents,
                                       const std::vector<int>& argnums) {
-  std::vector<mx::array> some;
-  for (int a : argnums) {
-    some.push_back(primals[a]);
-  }
-  auto f = reference_in(plain(primals), primals, argnums);
-  return mx::jvp(f, some, tangents).second;
+  const auto all = all_inputs(primals, spec_);
+  const auto which = some_of(kinds(spec_), argnums);
+  auto f = reference_in(plain(all), all, which);
+  return mx::jvp(f, some_of(all, which), tangents).second;
 }
 
 // The mapped axis joins the batch. Mapped tables have no such form: they go through the reference.
 std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
-    const std::vector<mx::array>& in, const std::vector<int>& axes) {
+    const std::vector<mx::array>& given, const std::vector<int>& given_axes) {
   auto s = stream();
+  const auto in = all_inputs(given, spec_);
+  std::vector<int> axes(kAttentionInputs, -1);
+  for (size_t i = 0; const int kind : kinds(spec_)) {
+    axes[kind] = given_axes[i++];
+  }
   const int n = calls(in, axes), batch = in[kQuery].shape(axes[kQuery] == 0 ? 1 : 0);
   std::vector<int> outs(spec_.separate ? 2 : 1, 0);
   // not of the batch, and so without an axis that could take the mapped one
   constexpr int kShared[] = {kKeyTable, kPairTable,   kValueTable,
                              kSinks,    kKeyDiagonal, kValueDiagonal};
-  const bool used[] = {true,        spec_.pair_stride > 0, true,
-                       spec_.sinks, spec_.key_turned,      spec_.value_turned};
-  bool shared_mapped = false;
-  for (size_t i = 0; i < std::size(kShared); ++i) {
-    shared_mapped = shared_mapped || (used[i] && axes[kShared[i]] >= 0);
-  }
+  const bool shared_mapped =
+      std::any_of(std::begin(kShared), std::end(kShared), [&](int i) { return axes[i] >= 0; });
   if (shared_mapped) {
     auto all = in;
-    auto all_axes = axes;
     all[kLayout] = layout_array(in, spec_, batch, s);
-    all_axes[kLayout] = spec_.counts ? -1 : axes[kLayout];
-    auto mapped = mx::vmap(reference("attention", scalars()), all_axes, outs);
+    auto mapped = mx::vmap(reference("attention", scalars()), axes, outs);
     return {mapped(all), outs};
   }
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
     const bool shared = std::find(std::begin(kShared), std::end(kShared), i) != std::end(kShared);
-    if (shared || (i == kMask && !spec_.masked) || (i == kLayout && spec_.counts)) {
-      folded.push_back(shared && axes[i] < 0 ? in[i] : folded[kQuery]);
+    if (shared || !(spec_.given >> i & 1)) {
+      folded.push_back(shared ? in[i] : folded[kQuery]);
       continue;
     }
     auto a = axes[i] >= 0 ? mx::moveaxis(in[i], axes[i], 0, s) : mx::expand_dims(in[i], 0, s);
@@ -256,6 +287,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
   }
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
+  folded = given_inputs(folded, spec_);
   for (const auto& shape : output_shapes(folded)) {
     shapes.push_back(shape);
     dtypes.push_back(spec_.separate ? mx::float32 : in[kQuery].dtype());

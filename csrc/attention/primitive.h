@@ -24,12 +24,12 @@ struct AttentionSpec {
   bool separate;
   bool masked, sinks, key_turned, value_turned;  // which of the optional inputs there are
   std::optional<std::array<int, 3>> counts;      // the layout of all rows, which then is no input
+  uint32_t given;  // bit i: AttentionInput i is an input of the primitive, in their order
 
   bool operator==(const AttentionSpec&) const = default;
 };
 
-/** Order of the array inputs. In place of one that is not used stands another. Queries and tails
- * may have any strides. */
+/** What an attention call takes. Queries and tails may have any strides. */
 enum AttentionInput {
   kQuery,      // [B, Hq, L, Dk]
   kQueryCode,  // [B, Hq, L, channels of the key codes] float32; with a key diagonal not used
@@ -74,10 +74,16 @@ class Attention : public mx::Primitive {
   AttentionSpec spec_;
 };
 
-/** Parameters of a call, without the slices of the grid. */
+/** All AttentionInputs of a call; the query stands for those that are not given. */
+std::vector<mx::array> all_inputs(const std::vector<mx::array>& given, const AttentionSpec& spec);
+
+/** Those that are given, of all. */
+std::vector<mx::array> given_inputs(const std::vector<mx::array>& all, const AttentionSpec& spec);
+
+/** Parameters of a call over all inputs, without the slices of the grid. */
 AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec);
 
-/** Launches over `in`, and the temporaries they share; `out` has its data already. */
+/** Launches over all inputs, and the temporaries they share; `out` has its data already. */
 std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
                                      const std::vector<mx::array>& out, AttentionParams p,
                                      std::vector<mx::array>& temporaries);
