@@ -4,8 +4,8 @@
 #include "matrix_tokens.h"
 
 #define PREFILL_THREADS (32 * (TILE_SIMDS + TILE_PRODUCERS))
-// Threads that decode: those that do nothing else, or all.
-#define PREFILL_DECODERS (32 * (TILE_PRODUCERS > 0 ? TILE_PRODUCERS : TILE_SIMDS))
+// Threads that decode a tile: half of those that do nothing else, or all.
+#define PREFILL_DECODERS (32 * (TILE_PRODUCERS > 0 ? TILE_PRODUCERS / 2 : TILE_SIMDS))
 #define PREFILL_ROWS (16 * TILE_SIMDS)
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
 // Threadgroup memory: tiles of keys and of values, queries, tables. Queries that become registers

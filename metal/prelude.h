@@ -43,9 +43,9 @@
 //   tile_outputs<T, D>(c, a, tile) c += a tile    `later` products begun after it may go on,
 //   nothing
 //                                                 may touch c, or write to a and tile
-// There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, if any, only
-// write tiles; they and those that read them wait for each other at gates, each a TileGate in
-// threadgroup memory:
+// There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, an even number,
+// only write tiles, half of them those of one side; they and those that read them wait for each
+// other at gates, each a TileGate in threadgroup memory:
 //   gate_start(g, simds)   how many simdgroups pass it in a round; one thread, before a barrier
 //   gate_written(g)        the simdgroup passes: what it wrote may be multiplied after the round
 //   gate_read(g)           the simdgroup passes: it reads the tile no more
