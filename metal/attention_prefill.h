@@ -116,12 +116,12 @@ kernel void attention_prefill(
     TileQueries<half, D> queries;
     tile_queries<half, D>(queries, (threadgroup const half*)query, sg, lane);
     prefill_consume<half, true, D>(state, unit, queries, memory, gates, scales, p, layout, place,
-                                   factor, all, own, int(tgid.z), p.splits, lane, sg);
+                                   factor, all, own, int(tgid.z), p.splits, lane);
   } else {
     TileQueries<T, D> queries;
     tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     prefill_consume<T, false, D>(state, unit, queries, memory, gates, scales, p, layout, place,
-                                 factor, all, own, int(tgid.z) - p.splits, p.tail_splits, lane, sg);
+                                 factor, all, own, int(tgid.z) - p.splits, p.tail_splits, lane);
   }
 #else
   if (body) {

@@ -136,7 +136,7 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
                                 PrefillGates gates, MatrixScales scales,
                                 constant AttentionParams& p, device const int* layout,
                                 PrefillPlace place, thread const float* row_factor, PrefillSpan all,
-                                PrefillSpan own, int slice, int slices, uint lane, uint sg) {
+                                PrefillSpan own, int slice, int slices, uint lane) {
   const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
   int block = blocks.first;
   unit = 1.0f;
@@ -150,17 +150,14 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
   UNROLL
   for (int i = 0; i < TILE_ROWS / 4; i++)
     weights[i] = matrix_rounded<T>(0.0f, 0.0f);
-  begin_turns(sg);
   while (block < blocks.to) {
     float2 s[TILE_ROWS / 4];
     const int next = seen_block<CODED>(all, block + 1);
     const uint exponent_of_values = await_written(gates, 1, value_ring);
     const uint exponent = await_written(gates, 0, key_ring);
     take_unit<D>(state, value_exponent, exponent_of_values);
-    await_turn(sg);
     tile_scores<T, D>(s, queries, step_tile<T, D>(memory, 0, key_ring.tile));
     tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, value_ring.tile));
-    pass_turn(sg, next >= blocks.to);
     PrefillTurn at;
     at.base = block * TILE_ROWS;
     at.start = metal::min(at.base, blocks.latest);

@@ -51,8 +51,6 @@
 //   gate_read(g)           the simdgroup passes: it reads the tile no more
 //   gate_wait(g, round)    until the last round that is over is `round`: 1 at first, then 0, 1, ...
 //   producer_registers(), consumer_registers()   gives registers to simdgroups that multiply; once
-//   begin_turns(sg), then for every step await_turn(sg) and pass_turn(sg, last step)   simdgroups
-//     that multiply begin in turns, so that some calculate while products of others run
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],

@@ -285,9 +285,6 @@ void gate_read(threadgroup TileGate*);
 void gate_written(threadgroup TileGate*);
 void producer_registers();
 void consumer_registers();
-void begin_turns(uint);
-void await_turn(uint);
-void pass_turn(uint, bool);
 
 }  // namespace metal
 #undef MSL_EACH_VECTOR

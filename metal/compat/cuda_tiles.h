@@ -87,18 +87,6 @@ MSL_DEVICE void gate_written(TileGate* g) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   gate_read(g);
 }
-// Named barriers: 0 is __syncthreads, 1 + i says that warpgroup i may begin its products.
-MSL_DEVICE void begin_turns(uint sg) {
-  if (sg / 4 == TILE_SIMDS / 4 - 1)
-    asm volatile("bar.arrive 1, 256;" ::: "memory");
-}
-MSL_DEVICE void await_turn(uint sg) {
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + sg / 4) : "memory");
-}
-MSL_DEVICE void pass_turn(uint sg, bool last) {
-  if (!last || sg / 4 < TILE_SIMDS / 4 - 1)
-    asm volatile("bar.arrive %0, 256;" ::"r"(1 + (sg / 4 + 1) % (TILE_SIMDS / 4)) : "memory");
-}
 // Of the 128 that each of 512 threads begins with: 168 + 88 = 2 * 128.
 MSL_DEVICE void producer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
