@@ -174,7 +174,7 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
       hide_scores(s, p, layout, place, at, CODED, lane);
     float shrink[2];
     const bool raised = prefill_weights<D>(s, shrink, state, factor);
-    tile_wait<D / 4, 0>(state.out);
+    tile_wait<D / 4, 0>(state.out, state.l[0] + state.l[1]);
     pass_read(gates, 1, value_ring);
     if (raised) {
       UNROLL

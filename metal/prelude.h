@@ -43,6 +43,8 @@
 //   tile_outputs<T, D>(c, a, tile) c += a tile    `later` products begun after it may go on,
 //   nothing
 //                                                 may touch c, or write to a and tile
+//   tile_wait<pairs, later>(c, x)  the same, once x >= 0 is calculated: compilers may leave that
+//                                  until after the wait. Where TILE_PRODUCERS is not 0
 // There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, an even number,
 // only write tiles, half of them those of one side; they and those that read them wait for each
 // other at gates, each a TileGate in threadgroup memory:

@@ -278,6 +278,8 @@ template <typename T, int D>
 void tile_outputs(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
 template <int N, int LATER>
 void tile_wait(thread float2*);
+template <int N, int LATER>
+void tile_wait(thread float2*, float);
 typedef uint TileGate;
 void gate_start(threadgroup TileGate*, int);
 void gate_wait(threadgroup const TileGate*, uint);

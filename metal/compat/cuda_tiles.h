@@ -171,6 +171,17 @@ MSL_DEVICE void tile_wait(vec<float, 2>* c) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
   pin<N>(c);
 }
+// A store that never happens, as ptxas leaves stores and waits in their order.
+template <int N, int LATER>
+MSL_DEVICE void tile_wait(vec<float, 2>* c, float x) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.lt.f32 p, %0, 0f00000000;\n"
+      "@p st.shared.u32 [%1], 0;\n}\n" ::"f"(x),
+      "r"(0)
+      : "memory");
+  tile_wait<N, LATER>(c);
+}
 
 #else
 

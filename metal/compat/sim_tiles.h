@@ -125,6 +125,8 @@ inline void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile, MS
 }
 template <int N, int LATER>
 inline void tile_wait(vec<float, 2>*) {}
+template <int N, int LATER>
+inline void tile_wait(vec<float, 2>*, float) {}
 #undef MSL_SITE
 
 }  // namespace metal
