@@ -99,18 +99,25 @@ METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, M
 
   while (block < blocks.to) {
     const int next = seen_block<CODED>(all, block + 1);
-    const int next_start = metal::min(next * TILE_ROWS, blocks.latest);
+    const int ahead = next < blocks.to ? next : block;  // there is always something to load
+    const int next_start = metal::min(ahead * TILE_ROWS, blocks.latest);
     await_read(gates, side, ring);
     raise_unit(unit, start, blocks.end, lane);
     raise_unit(unit, centre, lane);
-    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, side, ring.tile),
-                                 words, own.table, unit, centre, tid);
-    pass_written(gates, side, ring, unit.exponent, tid);
-    if (next < blocks.to) {
-      load_chunks<T, CODED, D, CODE>(words, own, next_start, blocks.end - 1, tid);
-      load_unit(unit, token_scales, next_start, even, lane);
-      load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
+    PrefillFactors<D> factors;
+    take_factors<CODED, D>(factors, unit, centre, tid);
+    load_unit(unit, token_scales, next_start, even, lane);
+    load_centre<D>(centre, scales, tile_share, ahead * TILE_ROWS, tid);
+    threadgroup uint4* tile = (threadgroup uint4*)step_tile<T, D>(memory, side, ring.tile);
+    UNROLL
+    for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
+      uint4 values[PREFILL_LOOKUPS];
+      turn_values<CODED, D, CODE>(values, words, own.table, factors, from, tid);
+      load_turns<T, CODED, D, CODE>(words, own, next_start, blocks.end - 1, from, PREFILL_LOOKUPS,
+                                    tid);
+      store_turns<D>(tile, values, from, tid);
     }
+    pass_written(gates, side, ring, unit.exponent, tid);
     block = next;
     start = next_start;
   }
