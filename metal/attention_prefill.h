@@ -4,7 +4,7 @@
 // A threadgroup decodes tiles of keys and of values, times the scales of their tokens, into
 // threadgroup memory, and its simdgroups, each with 16 query rows, multiply by them: S = Q K^T,
 // then O += P V with P as it comes out of S. All simdgroups decode (prefill_slice.h), or some do
-// nothing else (prefill_producers.h).
+// nothing else: half of these keys, half values (prefill_producers.h).
 #pragma once
 
 #include "matrix_inputs.h"
@@ -94,17 +94,21 @@ kernel void attention_prefill(
   if (body)
     fill_tables<CODE, PREFILL_THREADS>(tables, key_table, value_table, tid);
   tile_barrier();
-  if (sg >= TILE_SIMDS) {
+  // all lanes have the same: said so that addresses are calculated once for all of them
+  const uint role = metal::simd_broadcast(sg, ushort(0));
+  if (role >= TILE_SIMDS) {
     producer_registers();
-    const uint of = tid - 32 * TILE_SIMDS;
+    // the first half decodes keys, the second values
+    const int side = int(role - TILE_SIMDS) / (TILE_PRODUCERS / 2);
+    const uint of = tid - 32 * TILE_SIMDS - uint(side * PREFILL_DECODERS);
     if (body)
       prefill_produce<half, true, D, CODE>(memory, gates,
                                            coded_sides<CODE>(p, bh, k_codes, v_codes, tables, lane),
-                                           scales, all, int(tgid.z), p.splits, of, lane);
+                                           scales, all, int(tgid.z), p.splits, side, of, lane);
     else
-      prefill_produce<T, false, D, CODE>(memory, gates,
-                                         tail_sides<T, D>(p, bh, k_tail, v_tail, tables), scales,
-                                         all, int(tgid.z) - p.splits, p.tail_splits, of, lane);
+      prefill_produce<T, false, D, CODE>(
+          memory, gates, tail_sides<T, D>(p, bh, k_tail, v_tail, tables), scales, all,
+          int(tgid.z) - p.splits, p.tail_splits, side, of, lane);
     return;
   }
   consumer_registers();
@@ -112,12 +116,12 @@ kernel void attention_prefill(
     TileQueries<half, D> queries;
     tile_queries<half, D>(queries, (threadgroup const half*)query, sg, lane);
     prefill_consume<half, true, D>(state, unit, queries, memory, gates, scales, p, layout, place,
-                                   factor, all, own, int(tgid.z), p.splits, lane, sg);
+                                   factor, all, own, int(tgid.z), p.splits, lane);
   } else {
     TileQueries<T, D> queries;
     tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     prefill_consume<T, false, D>(state, unit, queries, memory, gates, scales, p, layout, place,
-                                 factor, all, own, int(tgid.z) - p.splits, p.tail_splits, lane, sg);
+                                 factor, all, own, int(tgid.z) - p.splits, p.tail_splits, lane);
   }
 #else
   if (body) {

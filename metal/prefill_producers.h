@@ -39,7 +39,7 @@ METAL_FUNC PrefillGates prefill_gates(threadgroup uchar* at) {
 }
 METAL_FUNC void start_gates(PrefillGates g, uint tid) {
   if (tid < uint(2 * TILE_BUFFERS)) {
-    gate_start(g.written + tid, TILE_PRODUCERS);
+    gate_start(g.written + tid, TILE_PRODUCERS / 2);
     gate_start(g.read + tid, TILE_SIMDS);
   }
 }
@@ -66,71 +66,58 @@ METAL_FUNC void pass_read(PrefillGates g, int side, thread PrefillRing& r) {
   next_tile(r);
 }
 
-// Decodes the tiles of keys and values of a slice in turn. tid: of the threads that do.
+// Decodes the tiles of keys (side 0) or of values (side 1) of a slice. tid: of the threads that do.
 template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, MatrixSides<T> sides,
                                 MatrixScales scales, PrefillSpan all, int slice, int slices,
-                                uint tid, uint lane) {
-  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE);
+                                int side, uint tid, uint lane) {
   const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
   int block = blocks.first;
   if (block >= blocks.to)
     return;
-  const bool even = scales.tokens % 2 == 0;
+  const bool keys = side == 0, even = scales.tokens % 2 == 0;
   const float tile_share = float(TILE_ROWS) / float(scales.block);  // of a centre's tokens
-  PrefillUnit key_unit, value_unit;
-  PrefillCentre centre, none;
-  start_centre(centre, CODED && scales.centred);
-  start_centre(none, false);
-  start_unit(key_unit, CODED && scales.scaled);
-  start_unit(value_unit, CODED && scales.weighted);
-  PrefillRing key_ring, value_ring;
-  start_ring(key_ring);
-  start_ring(value_ring);
-  // codes of both are loaded a step ahead; vectors would take too many registers
-  uint words[CODED ? 2 * WORDS : WORDS];
-  thread uint* value_words = words + (CODED ? WORDS : 0);
+  const MatrixSide<T> own = keys ? sides.keys : sides.values;
+  device const bfloat* token_scales = keys ? scales.keys : scales.values;
+  PrefillUnit unit;
+  PrefillCentre centre;
+  start_unit(unit, CODED && (keys ? scales.scaled : scales.weighted));
+  start_centre(centre, CODED && keys && scales.centred);
+  PrefillRing ring;
+  start_ring(ring);
+  uint words[PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE)];  // loaded a step ahead
 
   int start = metal::min(block * TILE_ROWS, blocks.latest);
-  load_chunks<T, CODED, D, CODE>(words, sides.keys, start, blocks.end - 1, tid);
-  load_unit(key_unit, scales.keys, start, even, lane);
+  load_chunks<T, CODED, D, CODE>(words, own, start, blocks.end - 1, tid);
+  load_unit(unit, token_scales, start, even, lane);
   load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
-  if (CODED) {
-    load_chunks<T, CODED, D, CODE>(value_words, sides.values, start, blocks.end - 1, tid);
-    load_unit(value_unit, scales.values, start, even, lane);
+  if (!keys) {  // the values of the step before the first
+    for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_DECODERS)
+      ((threadgroup uint4*)step_tile<T, D>(memory, 1, 0))[i] = uint4(0u, 0u, 0u, 0u);
+    pass_written(gates, 1, ring, unit.exponent, tid);
   }
-  // the values of the step before the first
-  for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_DECODERS)
-    ((threadgroup uint4*)step_tile<T, D>(memory, 1, 0))[i] = uint4(0u, 0u, 0u, 0u);
-  pass_written(gates, 1, value_ring, value_unit.exponent, tid);
 
   while (block < blocks.to) {
     const int next = seen_block<CODED>(all, block + 1);
-    const int next_start = metal::min(next * TILE_ROWS, blocks.latest);
-    await_read(gates, 0, key_ring);
-    raise_unit(key_unit, start, blocks.end, lane);
-    raise_unit(key_unit, centre, lane);
-    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 0, key_ring.tile),
-                                 words, sides.keys.table, key_unit, centre, tid);
-    pass_written(gates, 0, key_ring, key_unit.exponent, tid);
-    if (!CODED) {
-      load_chunks<T, CODED, D, CODE>(words, sides.values, start, blocks.end - 1, tid);
-    } else if (next < blocks.to) {
-      load_chunks<T, CODED, D, CODE>(words, sides.keys, next_start, blocks.end - 1, tid);
-      load_unit(key_unit, scales.keys, next_start, even, lane);
-      load_centre<D>(centre, scales, tile_share, next * TILE_ROWS, tid);
+    const int ahead = next < blocks.to ? next : block;  // there is always something to load
+    const int next_start = metal::min(ahead * TILE_ROWS, blocks.latest);
+    await_read(gates, side, ring);
+    raise_unit(unit, start, blocks.end, lane);
+    raise_unit(unit, centre, lane);
+    PrefillFactors<D> factors;
+    take_factors<CODED, D>(factors, unit, centre, tid);
+    load_unit(unit, token_scales, next_start, even, lane);
+    load_centre<D>(centre, scales, tile_share, ahead * TILE_ROWS, tid);
+    threadgroup uint4* tile = (threadgroup uint4*)step_tile<T, D>(memory, side, ring.tile);
+    UNROLL
+    for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
+      uint4 values[PREFILL_LOOKUPS];
+      turn_values<CODED, D, CODE>(values, words, own.table, factors, from, tid);
+      load_turns<T, CODED, D, CODE>(words, own, next_start, blocks.end - 1, from, PREFILL_LOOKUPS,
+                                    tid);
+      store_turns<D>(tile, values, from, tid);
     }
-    await_read(gates, 1, value_ring);
-    raise_unit(value_unit, start, blocks.end, lane);
-    store_chunks<CODED, D, CODE>((threadgroup uint4*)step_tile<T, D>(memory, 1, value_ring.tile),
-                                 value_words, sides.values.table, value_unit, none, tid);
-    pass_written(gates, 1, value_ring, value_unit.exponent, tid);
-    if (CODED && next < blocks.to) {
-      load_chunks<T, CODED, D, CODE>(value_words, sides.values, next_start, blocks.end - 1, tid);
-      load_unit(value_unit, scales.values, next_start, even, lane);
-    } else if (next < blocks.to) {
-      load_chunks<T, CODED, D, CODE>(words, sides.keys, next_start, blocks.end - 1, tid);
-    }
+    pass_written(gates, side, ring, unit.exponent, tid);
     block = next;
     start = next_start;
   }
@@ -156,7 +143,7 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
                                 PrefillGates gates, MatrixScales scales,
                                 constant AttentionParams& p, device const int* layout,
                                 PrefillPlace place, thread const float* row_factor, PrefillSpan all,
-                                PrefillSpan own, int slice, int slices, uint lane, uint sg) {
+                                PrefillSpan own, int slice, int slices, uint lane) {
   const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
   int block = blocks.first;
   unit = 1.0f;
@@ -170,17 +157,14 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
   UNROLL
   for (int i = 0; i < TILE_ROWS / 4; i++)
     weights[i] = matrix_rounded<T>(0.0f, 0.0f);
-  begin_turns(sg);
   while (block < blocks.to) {
     float2 s[TILE_ROWS / 4];
     const int next = seen_block<CODED>(all, block + 1);
     const uint exponent_of_values = await_written(gates, 1, value_ring);
     const uint exponent = await_written(gates, 0, key_ring);
     take_unit<D>(state, value_exponent, exponent_of_values);
-    await_turn(sg);
     tile_scores<T, D>(s, queries, step_tile<T, D>(memory, 0, key_ring.tile));
     tile_outputs<T, D>(state.out, weights, step_tile<T, D>(memory, 1, value_ring.tile));
-    pass_turn(sg, next >= blocks.to);
     PrefillTurn at;
     at.base = block * TILE_ROWS;
     at.start = metal::min(at.base, blocks.latest);
@@ -197,7 +181,7 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
       hide_scores(s, p, layout, place, at, CODED, lane);
     float shrink[2];
     const bool raised = prefill_weights<D>(s, shrink, state, factor);
-    tile_wait<D / 4, 0>(state.out);
+    tile_wait<D / 4, 0>(state.out, state.l[0] + state.l[1]);
     pass_read(gates, 1, value_ring);
     if (raised) {
       UNROLL

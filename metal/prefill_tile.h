@@ -4,8 +4,8 @@
 #include "matrix_tokens.h"
 
 #define PREFILL_THREADS (32 * (TILE_SIMDS + TILE_PRODUCERS))
-// Threads that decode: those that do nothing else, or all.
-#define PREFILL_DECODERS (32 * (TILE_PRODUCERS > 0 ? TILE_PRODUCERS : TILE_SIMDS))
+// Threads that decode a tile: half of those that do nothing else, or all.
+#define PREFILL_DECODERS (32 * (TILE_PRODUCERS > 0 ? TILE_PRODUCERS / 2 : TILE_SIMDS))
 #define PREFILL_ROWS (16 * TILE_SIMDS)
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
 // Threadgroup memory: tiles of keys and of values, queries, tables. Queries that become registers
@@ -38,15 +38,17 @@ METAL_FUNC uint chunk_skew(int row, int chunk) {
   return uint(row * CODE_ROW(CODE, D) + chunk * CODE_BYTES(CODE, 8));
 }
 
-// What the thread has of the tile at token `start`: codes, or vectors. In place of those after
-// `last` stands it: what lies there may be NaN, and 0 * NaN is not 0.
+// What the thread has of turns [from, from + count) of the tile at token `start`: codes, or
+// vectors. In place of those after `last` stands it: what lies there may be NaN, and 0 * NaN is not
+// 0.
 template <typename T, bool CODED, int D, int CODE>
-METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
+METAL_FUNC void load_turns(thread uint* words, MatrixSide<T> s, int start, int last, int from,
+                           int count, uint tid) {
   const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   UNROLL
-  for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
-    const int row = first_row + turn * PREFILL_STRIDE(D);
-    if (!PREFILL_WHOLE(D, turn) && row >= TILE_ROWS)
+  for (int i = 0; i < count; i++) {
+    const int turn = from + i, row = first_row + turn * PREFILL_STRIDE(D);
+    if (turn >= PREFILL_TURNS(D) || (!PREFILL_WHOLE(D, turn) && row >= TILE_ROWS))
       continue;
     if (CODED) {
       constexpr int BYTES = CODE_BYTES(CODE, 8), WORDS = CODE_WORDS(CODE, 8);
@@ -64,6 +66,10 @@ METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int 
       chunk_words(words + turn * PREFILL_WORDS(CODED, CODE), x);
     }
   }
+}
+template <typename T, bool CODED, int D, int CODE>
+METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
+  load_turns<T, CODED, D, CODE>(words, s, start, last, 0, PREFILL_TURNS(D), tid);
 }
 
 // The scales of a tile's tokens and the power of two that decoded values are relative to, at least
@@ -165,56 +171,82 @@ METAL_FUNC uint4 chunk_values(thread const uint* words, MatrixTable table, uint 
                as_type<uint>(metal::fma(as_type<half2>(b.y), by, as_type<half2>(centre[3]))));
 }
 
-template <bool CODED, int D, int CODE>
-METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
-                             PrefillUnit unit, PrefillCentre centre, uint tid) {
-  const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
+// What the chunks of a tile are multiplied by, in turn, and what is added to each.
+template <int D>
+struct PrefillFactors {
+  uint by[PREFILL_TURNS(D)];  // in the lower half
+  uint added[4];              // in words, as compilers may keep arrays of half2 in memory
+};
+template <bool CODED, int D>
+METAL_FUNC void take_factors(thread PrefillFactors<D>& f, PrefillUnit unit, PrefillCentre centre,
+                             uint tid) {
+  const int first_row = int(tid / (D / 8));
   const float inverse = as_type<float>((253u - unit.exponent) << 23);
-  const int at = tile_chunk<D>(first_row, chunk);  // strides are multiples of eight rows
-  // in words, as compilers may keep arrays of half2 in memory
-  uint added[4] = {0u, 0u, 0u, 0u};
+  UNROLL
+  for (int i = 0; i < 4; i++)
+    f.added[i] = 0u;
   if (CODED && centre.there) {
     const float by_unit = as_type<float>(centre.unit << 16) * inverse;
     UNROLL
     for (int i = 0; i < 4; i++)
-      added[i] =
+      f.added[i] =
           as_type<uint>(centre_pair(i < 2 ? centre.values.x : centre.values.y, i % 2, by_unit));
   }
   const uint plain = as_type<uint>(matrix_rounded<half>(inverse, inverse));
   const uint scaled =
       as_type<uint>(matrix_rounded<half>(as_type<float>(unit.pair << 16) * inverse,
                                          as_type<float>(unit.pair & 0xffff0000u) * inverse));
-  uint by[PREFILL_TURNS(D)];
   UNROLL
   for (int turn = 0; turn < PREFILL_TURNS(D); turn++)
-    by[turn] = plain;
+    f.by[turn] = plain;
   if (CODED && unit.scaled) {
     UNROLL
     for (int turn = 0; turn < PREFILL_TURNS(D); turn++) {
       const int row = first_row + turn * PREFILL_STRIDE(D);
-      by[turn] = metal::simd_shuffle(scaled, ushort(row / 2 % 32)) >> (first_row % 2 * 16);
+      f.by[turn] = metal::simd_shuffle(scaled, ushort(row / 2 % 32)) >> (first_row % 2 * 16);
     }
   }
-  // all look-ups of a few turns before their stores, which the compiler takes to touch tables
-  constexpr int AT_ONCE = PREFILL_TURNS(D) < PREFILL_LOOKUPS ? PREFILL_TURNS(D) : PREFILL_LOOKUPS;
+}
+
+// The chunks of turns [from, from + PREFILL_LOOKUPS).
+template <bool CODED, int D, int CODE>
+METAL_FUNC void turn_values(thread uint4* values, thread const uint* words, MatrixTable table,
+                            thread const PrefillFactors<D>& f, int from, uint tid) {
+  const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
   UNROLL
-  for (int from = 0; from < PREFILL_TURNS(D); from += AT_ONCE) {
-    uint4 values[AT_ONCE];
-    UNROLL
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int turn = from + i;
-      if (turn < PREFILL_TURNS(D) &&
-          (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
-        values[i] =
-            chunk_values<CODED, CODE>(words + turn * PREFILL_WORDS(CODED, CODE), table,
-                                      chunk_skew<CODE, D>(first_row, chunk), by[turn], added);
-    }
-    UNROLL
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int turn = from + i;
-      if (turn < PREFILL_TURNS(D) &&
-          (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
-        tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] = values[i];
-    }
+  for (int i = 0; i < PREFILL_LOOKUPS; i++) {
+    const int turn = from + i;
+    if (turn < PREFILL_TURNS(D) &&
+        (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
+      values[i] =
+          chunk_values<CODED, CODE>(words + turn * PREFILL_WORDS(CODED, CODE), table,
+                                    chunk_skew<CODE, D>(first_row, chunk), f.by[turn], f.added);
+  }
+}
+template <int D>
+METAL_FUNC void store_turns(threadgroup uint4* tile, thread const uint4* values, int from,
+                            uint tid) {
+  const int first_row = int(tid / (D / 8)), chunk = int(tid % (D / 8));
+  const int at = tile_chunk<D>(first_row, chunk);  // strides are multiples of eight rows
+  UNROLL
+  for (int i = 0; i < PREFILL_LOOKUPS; i++) {
+    const int turn = from + i;
+    if (turn < PREFILL_TURNS(D) &&
+        (PREFILL_WHOLE(D, turn) || first_row + turn * PREFILL_STRIDE(D) < TILE_ROWS))
+      tile[at + tile_chunk<D>(turn * PREFILL_STRIDE(D), 0)] = values[i];
+  }
+}
+
+template <bool CODED, int D, int CODE>
+METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
+                             PrefillUnit unit, PrefillCentre centre, uint tid) {
+  PrefillFactors<D> factors;
+  take_factors<CODED, D>(factors, unit, centre, tid);
+  // all look-ups of a few turns before their stores, which the compiler takes to touch tables
+  UNROLL
+  for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
+    uint4 values[PREFILL_LOOKUPS];
+    turn_values<CODED, D, CODE>(values, words, table, factors, from, tid);
+    store_turns<D>(tile, values, from, tid);
   }
 }

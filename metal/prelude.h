@@ -43,16 +43,16 @@
 //   tile_outputs<T, D>(c, a, tile) c += a tile    `later` products begun after it may go on,
 //   nothing
 //                                                 may touch c, or write to a and tile
-// There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, if any, only
-// write tiles; they and those that read them wait for each other at gates, each a TileGate in
-// threadgroup memory:
+//   tile_wait<pairs, later>(c, x)  the same, once x >= 0 is calculated: compilers may leave that
+//                                  until after the wait. Where TILE_PRODUCERS is not 0
+// There are TILE_BUFFERS tiles of a kind at a time. TILE_PRODUCERS more simdgroups, an even number,
+// only write tiles, half of them those of one side; they and those that read them wait for each
+// other at gates, each a TileGate in threadgroup memory:
 //   gate_start(g, simds)   how many simdgroups pass it in a round; one thread, before a barrier
 //   gate_written(g)        the simdgroup passes: what it wrote may be multiplied after the round
 //   gate_read(g)           the simdgroup passes: it reads the tile no more
 //   gate_wait(g, round)    until the last round that is over is `round`: 1 at first, then 0, 1, ...
 //   producer_registers(), consumer_registers()   gives registers to simdgroups that multiply; once
-//   begin_turns(sg), then for every step await_turn(sg) and pass_turn(sg, last step)   simdgroups
-//     that multiply begin in turns, so that some calculate while products of others run
 //
 // A kernel takes buffers, then `constant Params& p`, then always the same four built-ins:
 //   uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],

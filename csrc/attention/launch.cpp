@@ -22,9 +22,9 @@ constexpr uint32_t kCudaTables = 256 * 256;
 // there may be some that only decode (TILE_PRODUCERS), and the tables, up to six tiles of 64
 // tokens, the queries and the gates are in threadgroup memory. Fewer rows would leave most of a
 // threadgroup idle.
-constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 12, kCudaPrefillProducers = 4;
+constexpr int kPrefillSimds = 4, kCudaPrefillSimds = 8, kCudaPrefillProducers = 8;
 constexpr int kCudaPrefillTokens = 6 * 64, kCudaPrefillGates = 128;
-constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 96;
+constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 64;
 
 // Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
 // but never less than 256 tokens of work for one.

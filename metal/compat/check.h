@@ -278,6 +278,8 @@ template <typename T, int D>
 void tile_outputs(thread float2*, thread const typename pair_of<T>::type*, threadgroup const T*);
 template <int N, int LATER>
 void tile_wait(thread float2*);
+template <int N, int LATER>
+void tile_wait(thread float2*, float);
 typedef uint TileGate;
 void gate_start(threadgroup TileGate*, int);
 void gate_wait(threadgroup const TileGate*, uint);
@@ -285,9 +287,6 @@ void gate_read(threadgroup TileGate*);
 void gate_written(threadgroup TileGate*);
 void producer_registers();
 void consumer_registers();
-void begin_turns(uint);
-void await_turn(uint);
-void pass_turn(uint, bool);
 
 }  // namespace metal
 #undef MSL_EACH_VECTOR

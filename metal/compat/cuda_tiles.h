@@ -5,12 +5,12 @@
 #pragma once
 
 #define TILE_ROWS 64
-#define TILE_SIMDS 12
+#define TILE_SIMDS 8
 // GPUs without wgmma may not have the memory for more.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TILE_BUFFERS 3
 #define TILE_QUERIES 1
-#define TILE_PRODUCERS 4
+#define TILE_PRODUCERS 8
 #else
 #define TILE_BUFFERS 1
 #define TILE_PRODUCERS 0
@@ -87,24 +87,12 @@ MSL_DEVICE void gate_written(TileGate* g) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   gate_read(g);
 }
-// Named barriers: 0 is __syncthreads, 1 + i says that warpgroup i may begin its products.
-MSL_DEVICE void begin_turns(uint sg) {
-  if (sg / 4 == TILE_SIMDS / 4 - 1)
-    asm volatile("bar.arrive 1, 256;" ::: "memory");
-}
-MSL_DEVICE void await_turn(uint sg) {
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + sg / 4) : "memory");
-}
-MSL_DEVICE void pass_turn(uint sg, bool last) {
-  if (!last || sg / 4 < TILE_SIMDS / 4 - 1)
-    asm volatile("bar.arrive %0, 256;" ::"r"(1 + (sg / 4 + 1) % (TILE_SIMDS / 4)) : "memory");
-}
-// Of the 128 that each of 512 threads begins with: 3 * 144 + 80 = 4 * 128.
+// Of the 128 that each of 512 threads begins with: 168 + 88 = 2 * 128.
 MSL_DEVICE void producer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
 }
 MSL_DEVICE void consumer_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
 }
 
 #define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
@@ -182,6 +170,17 @@ template <int N, int LATER>
 MSL_DEVICE void tile_wait(vec<float, 2>* c) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
   pin<N>(c);
+}
+// A store that never happens, as ptxas leaves stores and waits in their order.
+template <int N, int LATER>
+MSL_DEVICE void tile_wait(vec<float, 2>* c, float x) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.lt.f32 p, %0, 0f00000000;\n"
+      "@p st.shared.u32 [%1], 0;\n}\n" ::"f"(x),
+      "r"(0)
+      : "memory");
+  tile_wait<N, LATER>(c);
 }
 
 #else

@@ -54,9 +54,6 @@ inline void gate_written(TileGate* g, MSL_SITE) {
 }
 inline void producer_registers() {}
 inline void consumer_registers() {}
-inline void begin_turns(uint) {}
-inline void await_turn(uint) {}
-inline void pass_turn(uint, bool) {}
 
 // Columns [0, 16) of the rows of the left matrices that this lane has sums of.
 template <typename T>
@@ -128,19 +125,18 @@ inline void tile_outputs(vec<float, 2>* c, const vec<T, 2>* a, const T* tile, MS
 }
 template <int N, int LATER>
 inline void tile_wait(vec<float, 2>*) {}
+template <int N, int LATER>
+inline void tile_wait(vec<float, 2>*, float) {}
 #undef MSL_SITE
 
 }  // namespace metal
 
-using metal::await_turn;
-using metal::begin_turns;
 using metal::consumer_registers;
 using metal::gate_read;
 using metal::gate_start;
 using metal::gate_wait;
 using metal::gate_written;
 using metal::matrix_rounded;
-using metal::pass_turn;
 using metal::producer_registers;
 using metal::tile_barrier;
 using metal::tile_chunk;

@@ -71,12 +71,16 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 class Case:
-    """Buffers and parameters of a call: codes, then a causal tail."""
+    """Buffers and parameters of a call: codes, then a causal tail. `code` is a kernel's: the values
+    of a byte, or `trellis` and the bits of a value."""
 
-    def __init__(self, dims: int, scaled: bool, coded: int, tail: int, splits: int) -> None:
-        rng = np.random.default_rng(coded + dims)
+    def __init__(self, code: str, scaled: bool, coded: int, tail: int, splits: int) -> None:
+        trellis = code.startswith("trellis")
+        stride, dims = (int(code[-1]), 1) if trellis else (8, int(code))
+        row = WIDTH * stride // 8 // dims + trellis
+        rng = np.random.default_rng(coded + row)
         kv = (BATCH, KV_HEADS)
-        codes = [rng.integers(0, 256, (*kv, coded, WIDTH // dims), np.uint8) for _ in range(2)]
+        codes = [rng.integers(0, 256, (*kv, coded, row), np.uint8) for _ in range(2)]
         tables = [rng.normal(0, 0.5, (256, dims)).astype(np.float32) for _ in range(2)]
         # scales that grow raise the unit of a tile again and again
         growth = np.exp2(np.linspace(-4, 4, coded))
@@ -88,10 +92,10 @@ class Case:
         vectors = [rng.normal(size=(*kv, tail, WIDTH)).astype(np.float16) for _ in range(2)]
         none = np.zeros(64, np.uint8)
         key, value = (
-            Code(WIDTH // dims, 8, 8, dims, WIDTH // dims, 256, 0, 0, scaled, scaled and i == 0)
+            Code(row, 8, stride, dims, WIDTH // dims, 256, 0, 0, scaled, scaled and i == 0)
             for i in range(2)
         )
-        self.kernel = f"prefill_{dims}"
+        self.kernel = f"prefill_{code}"
         slices = splits + (tail > 0)
         self.params = Params(
             key=key,
@@ -132,11 +136,12 @@ class Case:
 
 
 CASES = {
-    "plain, one step": (4, False, 64, 0, 1),
-    "scaled and centred, slices": (2, True, 448, 0, 2),
-    "scaled and centred, more slices than steps": (4, True, 64, 0, 3),
-    "scaled and centred, tail": (4, True, 192, 75, 1),
-    "tail alone": (2, False, 0, 75, 0),
+    "plain, one step": ("4", False, 64, 0, 1),
+    "scaled and centred, slices": ("2", True, 448, 0, 2),
+    "scaled and centred, more slices than steps": ("4", True, 64, 0, 3),
+    "scaled and centred, tail": ("4", True, 192, 75, 1),
+    "trellis, slices, tail": ("trellis3", True, 320, 75, 2),
+    "tail alone": ("2", False, 0, 75, 0),
 }
 
 
