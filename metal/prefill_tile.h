@@ -16,7 +16,7 @@
 #define PREFILL_GATES(D) (PREFILL_TABLES(D) + 256 * TABLE_ROW_BYTES)
 #define PREFILL_GATE_BYTES (TILE_PRODUCERS > 0 ? 128 : 0)
 // Rows whose look-ups are under way together.
-#define PREFILL_LOOKUPS 4
+#define PREFILL_LOOKUPS 2
 // A thread that decodes has one chunk of eight values of every PREFILL_STRIDE-th row of a tile, and
 // loads PREFILL_WORDS for each.
 #define PREFILL_STRIDE(D) (PREFILL_DECODERS / ((D) / 8))

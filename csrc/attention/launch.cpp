@@ -29,8 +29,8 @@ constexpr int64_t kPrefillRows = 48, kCudaPrefillRows = 64;
 // Enough threadgroups to fill a large GPU of 132 cores once, a second round would be mostly empty;
 // but never less than 256 tokens of work for one.
 constexpr int64_t kCores = 132, kTokensPerSlice = 256;
-// Prefill has a core for each threadgroup: eight rounds, of which the last may be partly empty.
-constexpr int64_t kPrefillGroups = 1056, kPrefillTokensPerSlice = 1024;
+// Prefill has a core for each threadgroup: four rounds, of which the last may be partly empty.
+constexpr int64_t kPrefillGroups = 528, kPrefillTokensPerSlice = 1024;
 // So many slices of a row, and rows as of prefill, are merged by a simdgroup.
 constexpr int kFewSlices = 8;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail

@@ -87,12 +87,12 @@ MSL_DEVICE void gate_written(TileGate* g) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   gate_read(g);
 }
-// Of the 128 that each of 512 threads begins with: 168 + 88 = 2 * 128.
+// Of the 128 that each of 512 threads begins with: 184 + 72 = 2 * 128.
 MSL_DEVICE void producer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
 }
 MSL_DEVICE void consumer_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
 }
 
 #define MSL_PAIR(i) "+f"(c[i].x), "+f"(c[i].y)
@@ -104,24 +104,26 @@ MSL_DEVICE void consumer_registers() {
   "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                \
   " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-#define MSL_WGMMA(T, TYPE)                                                                       \
-  /* c (+)= queries tile^T, both in threadgroup memory */                                        \
-  template <>                                                                                    \
-  MSL_DEVICE void wgmma_scores<T>(vec<float, 2> * c, uint64_t queries, uint64_t tile, int add) { \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" MSL_WGMMA_TEXT(                    \
-                     TYPE) "%32, %33, p, 1, 1, 0, 0;\n}\n"                                       \
-                 : MSL_SUMS                                                                      \
-                 : "l"(queries), "l"(tile), "r"(add));                                           \
-  }                                                                                              \
-  /* c += a tile */                                                                              \
-  MSL_DEVICE void wgmma_outputs(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile) {           \
-    asm volatile(MSL_WGMMA_TEXT(TYPE) "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                 \
-                 : MSL_SUMS                                                                      \
-                 : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                 \
-                   "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile));     \
+#define MSL_WGMMA(T, TYPE)                                                                         \
+  /* c (+)= queries tile^T */                                                                      \
+  template <>                                                                                      \
+  MSL_DEVICE void wgmma_scores<T>(vec<float, 2> * c, const vec<T, 2>* a, uint64_t tile, int add) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n" MSL_WGMMA_TEXT(                      \
+                     TYPE) "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                           \
+                 : MSL_SUMS                                                                        \
+                 : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                   \
+                   "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile),        \
+                   "r"(add));                                                                      \
+  }                                                                                                \
+  /* c += a tile */                                                                                \
+  MSL_DEVICE void wgmma_outputs(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile) {             \
+    asm volatile(MSL_WGMMA_TEXT(TYPE) "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                   \
+                 : MSL_SUMS                                                                        \
+                 : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                   \
+                   "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])), "l"(tile));       \
   }
 template <typename T>
-MSL_DEVICE void wgmma_scores(vec<float, 2>* c, uint64_t queries, uint64_t tile, int add);
+MSL_DEVICE void wgmma_scores(vec<float, 2>* c, const vec<T, 2>* a, uint64_t tile, int add);
 MSL_WGMMA(half, "f16")
 MSL_WGMMA(bfloat, "bf16")
 #undef MSL_WGMMA
@@ -135,11 +137,15 @@ MSL_DEVICE int tile_query(int row, int d) {
 }
 template <typename T, int D>
 struct TileQueries {
-  uint32_t at;  // of the 64 rows of four warps
+  vec<T, 2> left[D / 4];
 };
 template <typename T, int D>
-MSL_DEVICE void tile_queries(TileQueries<T, D>& a, const T* queries, uint sg, uint) {
-  a.at = __shfl_sync(ALL_LANES, uint32_t(__cvta_generic_to_shared(queries + sg / 4 * (64 * D))), 0);
+MSL_DEVICE void tile_queries(TileQueries<T, D>& a, const T* queries, uint sg, uint lane) {
+#pragma unroll
+  for (int i = 0; i < D / 4; i++)
+    a.left[i] = *reinterpret_cast<const vec<T, 2>*>(
+        queries + tile_query<D>(16 * sg + matrix_row(lane) + i / 2 % 2 * 8,
+                                i / 4 * 16 + i % 2 * 8 + matrix_column(lane)));
 }
 template <typename T, int D>
 MSL_DEVICE void tile_scores(vec<float, 2>* c, const TileQueries<T, D>& a, const T* tile) {
@@ -148,7 +154,7 @@ MSL_DEVICE void tile_scores(vec<float, 2>* c, const TileQueries<T, D>& a, const 
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     const int bytes = k / 4 * (TILE_ROWS * 128) + k % 4 * 32;
-    wgmma_scores<T>(c, tile_descriptor(a.at, bytes), tile_descriptor(at, bytes), k > 0);
+    wgmma_scores<T>(c, a.left + 4 * k, tile_descriptor(at, bytes), k > 0);
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
