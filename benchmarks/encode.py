@@ -43,9 +43,8 @@ from timing import copy_bandwidth, extra_bytes, milliseconds
 
 VQ = "quantize_vq, 256 x 4"
 NAIVE = "naive graph"
-TOGETHER = 5  # calls in one eval on a GPU
+TOGETHER = 20  # calls in one eval on a GPU
 BLOCK = 64 * 8 * 128  # values of a block of tokens: 64 tokens of 8 heads of 128
-BLOCK_TOGETHER = 20
 SEARCHED, SCALAR = "trellis_encode, 2 bits", "hadamard_quantize, 4 bits, a block"
 
 
@@ -148,7 +147,7 @@ def measure_op(op: Op, values: int, rounds: int, bandwidth: float) -> Row:
     results = _several(calls.ours())
     moved = sum(a.nbytes for a in (*calls.reads, *results))
     ways = [calls.ours, *([best] if best else [])]
-    together = (BLOCK_TOGETHER if op.block else TOGETHER) if on_gpu() else 1
+    together = TOGETHER if on_gpu() else 1
     ms, *theirs = milliseconds(*ways, rounds=rounds, together=together)
     row |= {"ours_ms": ms, "bytes": moved, "share": moved / bandwidth / (1e-3 * ms)}
     row["extra_bytes"] = extra_bytes(calls.ours)
