@@ -97,7 +97,9 @@ def test_enabling_is_idempotent_and_reversible(model):
 def test_models_of_one_architecture_are_disabled_one_by_one(model):
     tiny.calibration()  # binds attention for a model of its own
     gc.collect()
+    disable_attention(model)  # what models of other tests have left bound
     original = mlx_llama.scaled_dot_product_attention
+    assert not hasattr(original, "vqkv_original")
     other = tiny.llama(seed=4)
     cache = tiny.compressed(other)
     enable_attention(model)
