@@ -169,12 +169,7 @@ METAL_FUNC void prefill_consume(thread PrefillState<D>& state, thread float& uni
     at.base = block * TILE_ROWS;
     at.start = metal::min(at.base, blocks.latest);
     float factor[2];
-    UNROLL
-    for (int n = 0; n < 2; n++) {
-      factor[n] = CODED && (scales.scaled || scales.centred)
-                      ? metal::max(row_factor[n] * unit_value(exponent), PREFILL_LEAST_FACTOR)
-                      : row_factor[n];
-    }
+    step_factors(factor, row_factor, CODED && (scales.scaled || scales.centred), exponent);
     tile_wait<TILE_ROWS / 4, 1>(s);
     pass_read(gates, 0, key_ring);
     if (at.base < own.high.first || at.base + TILE_ROWS > own.low.last)

@@ -80,12 +80,7 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     const int next_start = metal::min(next * TILE_ROWS, latest);
     const int after_start = metal::min(after * TILE_ROWS, latest);
     float factor[2];
-    UNROLL
-    for (int n = 0; n < 2; n++) {
-      factor[n] = CODED && (scales.scaled || scales.centred)
-                      ? metal::max(row_factor[n] * unit_value(exponent), PREFILL_LEAST_FACTOR)
-                      : row_factor[n];
-    }
+    step_factors(factor, row_factor, CODED && (scales.scaled || scales.centred), exponent);
 
     if (next < to) {
       raise_unit(key_unit, next_start, end, lane);

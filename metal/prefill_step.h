@@ -35,6 +35,16 @@ METAL_FUNC void start_prefill(thread PrefillState<D>& state) {
   }
 }
 
+// What the scores of a step are to be multiplied by; relative: decoded keys are, to the unit of
+// `exponent`.
+METAL_FUNC void step_factors(thread float* factor, thread const float* row_factor, bool relative,
+                             uint exponent) {
+  UNROLL
+  for (int i = 0; i < 2; i++)
+    factor[i] = relative ? metal::max(row_factor[i] * unit_value(exponent), PREFILL_LEAST_FACTOR)
+                         : row_factor[i];
+}
+
 // Scores of tokens that a row does not see become NEVER.
 METAL_FUNC void hide_scores(thread float2* s, constant AttentionParams& p, device const int* layout,
                             PrefillPlace place, PrefillTurn at, bool body, uint lane) {

@@ -10,9 +10,9 @@
 #define PREFILL_TILE_BYTES(D) (2 * TILE_ROWS * (D))
 // Threadgroup memory: tiles of keys and of values, queries, tables. Queries that become registers
 // lie in the place of the others.
-#define PREFILL_QUERIES(D) ((TILE_QUERIES) ? 2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) : 0)
+#define PREFILL_QUERIES(D) (TILE_PRODUCERS > 0 ? 2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) : 0)
 #define PREFILL_TABLES(D) \
-  (2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) + ((TILE_QUERIES) ? 2 * PREFILL_ROWS * (D) : 0))
+  (2 * TILE_BUFFERS * PREFILL_TILE_BYTES(D) + (TILE_PRODUCERS > 0 ? 2 * PREFILL_ROWS * (D) : 0))
 #define PREFILL_GATES(D) (PREFILL_TABLES(D) + 256 * TABLE_ROW_BYTES)
 #define PREFILL_GATE_BYTES (TILE_PRODUCERS > 0 ? 128 : 0)
 // Rows whose look-ups are under way together.

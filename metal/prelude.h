@@ -35,7 +35,7 @@
 // stand on the right of the products of a threadgroup of TILE_SIMDS simdgroups, each with left
 // matrices `a` of 16 rows: pair 4 k + 2 i + j is of rows 8 i and columns 16 k + 8 j. Sums `c`: pair
 // 2 n + i is of rows 8 i and columns 8 n. Queries, left matrices of D columns, are read from where
-// tile_query<D>(row, d) says; where TILE_QUERIES is 1 they must stay there.
+// tile_query<D>(row, d) says; where TILE_PRODUCERS is not 0 they must stay there.
 //   tile_queries<T, D>(a, q, sg, lane)   a TileQueries<T, D> of the queries q of a threadgroup
 //   tile_chunk<D>(row, chunk)      where eight values of a row lie, counted in 16 bytes
 //   tile_barrier()                 a threadgroup's barrier; tiles written before may be multiplied

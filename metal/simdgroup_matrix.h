@@ -86,7 +86,6 @@ METAL_FUNC metal::vec<T, 2> matrix_rounded(float x, float y) {
 #define TILE_SIMDS 4
 #define TILE_BUFFERS 1
 #define TILE_PRODUCERS 0
-#define TILE_QUERIES 0
 
 METAL_FUNC void tile_barrier() {
   metal::threadgroup_barrier(mem_flags::mem_threadgroup);

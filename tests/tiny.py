@@ -46,9 +46,13 @@ def ids(n: int, seed: int = 11) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, n).tolist()
 
 
-@functools.cache
 def calibration(head_dim: int = 64, preset: str = "vecinfer-2bit") -> Calibration:
-    """Fitted to ``llama(head_dim)``."""
+    """Fitted to ``llama(head_dim)``, once."""
+    return _fitted(head_dim, preset)
+
+
+@functools.cache
+def _fitted(head_dim: int, preset: str) -> Calibration:
     return calibrate(llama(head_dim), ids(300, seed=5), preset, iterations=3)
 
 

@@ -232,25 +232,11 @@ std::vector<mx::array> attention(const mx::array& q, const std::optional<mx::arr
   in.add_floats(kKeyDiagonal, o.key_diagonal);
   in.add_floats(kValueDiagonal, o.value_diagonal);
 
-  AttentionSpec spec{o.scale,
-                     span.sink_tokens,
-                     span.window,
-                     span.block,
-                     keys.stride,
-                     keys.pair ? keys.pair->stride : 0,
-                     values.stride,
-                     keys.scales.has_value(),
-                     keys.centres.has_value(),
-                     keys.pair && keys.pair->scales.has_value(),
-                     values.scales.has_value(),
-                     values.centres.has_value(),
-                     o.causal,
-                     o.separate,
-                     o.mask.has_value(),
-                     o.sinks.has_value(),
-                     o.key_diagonal.has_value(),
-                     o.value_diagonal.has_value(),
-                     layout ? std::nullopt : std::optional(std::get<1>(rows)),
+  AttentionSpec spec{o.scale,       span.sink_tokens,
+                     span.window,   span.block,
+                     keys.stride,   keys.pair ? keys.pair->stride : 0,
+                     values.stride, o.causal,
+                     o.separate,    layout ? std::nullopt : std::optional(std::get<1>(rows)),
                      in.given};
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v_tail.shape(3)};
   auto primitive = std::make_shared<Attention>(in.stream, spec);

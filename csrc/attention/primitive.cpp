@@ -78,7 +78,7 @@ std::vector<mx::array> in_order(const std::vector<mx::array>& given, const Atten
 std::vector<int> kinds(const AttentionSpec& spec) {
   std::vector<int> found;
   for (int i = 0; i < kAttentionInputs; ++i) {
-    if (spec.given >> i & 1) {
+    if (spec.has(i)) {
       found.push_back(i);
     }
   }
@@ -111,7 +111,7 @@ std::vector<mx::array> all_inputs(const std::vector<mx::array>& given, const Att
   all.reserve(kAttentionInputs);
   size_t next = 0;
   for (int i = 0; i < kAttentionInputs; ++i) {
-    all.push_back(given[spec.given >> i & 1 ? next++ : 0]);
+    all.push_back(given[spec.has(i) ? next++ : 0]);
   }
   return all;
 }
@@ -133,14 +133,14 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   p.value_dim = v.shape(3);
   p.body = in[kKeyCodes].shape(2);
   const int channels = in[kQueryCode].shape(3), own = spec.pair_stride ? p.key_dim : channels;
-  p.key = code_params(in[kKeyCodes], in[kKeyTable], own, spec.key_stride, spec.key_scaled,
-                      spec.key_centred);
+  p.key = code_params(in[kKeyCodes], in[kKeyTable], own, spec.key_stride, spec.has(kKeyScales),
+                      spec.has(kKeyCentres));
   if (spec.pair_stride) {
     p.pair = code_params(in[kPairCodes], in[kPairTable], channels - own, spec.pair_stride,
-                         spec.pair_scaled, false);
+                         spec.has(kPairScales), false);
   }
   p.value = code_params(in[kValueCodes], in[kValueTable], p.value_dim, spec.value_stride,
-                        spec.value_scaled, spec.value_centred);
+                        spec.has(kValueScales), spec.has(kValueCentres));
   if (spec.counts) {
     p.uniform = 1;
     std::copy(spec.counts->begin(), spec.counts->end(), p.counts);
@@ -150,14 +150,14 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
   p.block = spec.block;
   p.causal = spec.causal;
   p.separate = spec.separate;
-  if (spec.masked) {
+  if (spec.has(kMask)) {
     set_mask(p, in[kMask]);
   }
-  p.sinks = spec.sinks;
-  if (spec.key_turned) {
+  p.sinks = spec.has(kSinks);
+  if (spec.has(kKeyDiagonal)) {
     p.key_basis = basis_params(in[kKeyDiagonal]);
   }
-  if (spec.value_turned) {
+  if (spec.has(kValueDiagonal)) {
     p.value_basis = basis_params(in[kValueDiagonal]);
   }
   p.scale = spec.scale * 1.44269504088896340736f;  // the kernels use exp2
@@ -206,17 +206,17 @@ Scalars Attention::scalars() const {
           {"key_stride", c.key_stride},
           {"pair_stride", c.pair_stride},
           {"value_stride", c.value_stride},
-          {"key_scaled", c.key_scaled},
-          {"key_centred", c.key_centred},
-          {"pair_scaled", c.pair_scaled},
-          {"value_scaled", c.value_scaled},
-          {"value_centred", c.value_centred},
+          {"key_scaled", c.has(kKeyScales)},
+          {"key_centred", c.has(kKeyCentres)},
+          {"pair_scaled", c.has(kPairScales)},
+          {"value_scaled", c.has(kValueScales)},
+          {"value_centred", c.has(kValueCentres)},
           {"causal", c.causal},
           {"separate", c.separate},
-          {"masked", c.masked},
-          {"sinks", c.sinks},
-          {"key_turned", c.key_turned},
-          {"value_turned", c.value_turned}};
+          {"masked", c.has(kMask)},
+          {"sinks", c.has(kSinks)},
+          {"key_turned", c.has(kKeyDiagonal)},
+          {"value_turned", c.has(kValueDiagonal)}};
 }
 
 ArrayFunction Attention::plain(const std::vector<mx::array>& all) {
@@ -272,7 +272,7 @@ std::pair<std::vector<mx::array>, std::vector<int>> Attention::vmap(
   std::vector<mx::array> folded;
   for (size_t i = 0; i < in.size(); ++i) {
     const bool shared = std::find(std::begin(kShared), std::end(kShared), i) != std::end(kShared);
-    if (shared || !(spec_.given >> i & 1)) {
+    if (shared || !spec_.has(static_cast<int>(i))) {
       folded.push_back(shared ? in[i] : folded[kQuery]);
       continue;
     }

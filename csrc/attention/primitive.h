@@ -10,25 +10,6 @@
 
 namespace vqkv {
 
-/** What an attention call fixes besides its arrays. */
-struct AttentionSpec {
-  float scale;
-  int sink_tokens;
-  int window;
-  int block;
-  int key_stride;
-  int pair_stride;  // 0: no second key code
-  int value_stride;
-  bool key_scaled, key_centred, pair_scaled, value_scaled, value_centred;
-  bool causal;
-  bool separate;
-  bool masked, sinks, key_turned, value_turned;  // which of the optional inputs there are
-  std::optional<std::array<int, 3>> counts;      // the layout of all rows, which then is no input
-  uint32_t given;  // bit i: AttentionInput i is an input of the primitive, in their order
-
-  bool operator==(const AttentionSpec&) const = default;
-};
-
 /** What an attention call takes. Queries and tails may have any strides. */
 enum AttentionInput {
   kQuery,      // [B, Hq, L, Dk]
@@ -54,6 +35,24 @@ enum AttentionInput {
   kKeyDiagonal,    // [1 or Hkv, Dk] float32
   kValueDiagonal,  // [1 or Hkv, Dv] float32
   kAttentionInputs,
+};
+
+/** What an attention call fixes besides its arrays. */
+struct AttentionSpec {
+  float scale;
+  int sink_tokens;
+  int window;
+  int block;
+  int key_stride;
+  int pair_stride;  // 0: no second key code
+  int value_stride;
+  bool causal;
+  bool separate;
+  std::optional<std::array<int, 3>> counts;  // the layout of all rows, which then is no input
+  uint32_t given;  // bit i: AttentionInput i is an input of the primitive, in their order
+
+  bool has(int input) const { return given >> input & 1; }
+  bool operator==(const AttentionSpec&) const = default;
 };
 
 class Attention : public mx::Primitive {

@@ -32,7 +32,6 @@ typedef __bf16 bfloat;
 #define TILE_PRODUCERS 0
 #endif
 #define TILE_BUFFERS 1
-#define TILE_QUERIES 0
 #define threadgroup_bytes(name, n)                   \
   threadgroup_array(uint4, name##_memory, (n) / 16); \
   threadgroup uchar* name = (threadgroup uchar*)name##_memory

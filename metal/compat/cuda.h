@@ -168,35 +168,31 @@ MSL_DEVICE void matrix_right_paired(vec<T, 2>* b, float x, uint lane) {
 MSL_DEVICE float matrix_from_row(float x, uint row, uint lane) {
   return __shfl_sync(ALL_LANES, x, row << 2 | (lane & 3u));
 }
+#define MSL_MMA_TEXT(TYPE)                               \
+  "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE \
+  ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#define MSL_MMA_INPUTS                                                                         \
+  "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])), "r"(bit_cast<uint32_t>(a[1])), \
+      "r"(bit_cast<uint32_t>(a[3])), "r"(bit_cast<uint32_t>(b[0])), "r"(bit_cast<uint32_t>(b[1]))
 #define MSL_MMA(T, TYPE)                                                                          \
   MSL_DEVICE void matrix_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) { \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                    \
-        ".f32 "                                                                                   \
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+    asm(MSL_MMA_TEXT(TYPE) "{%0, %1, %2, %3};"                                                    \
         : "+f"(c[0].x), "+f"(c[0].y), "+f"(c[1].x), "+f"(c[1].y)                                  \
-        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                           \
-          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])),                           \
-          "r"(bit_cast<uint32_t>(b[0])), "r"(bit_cast<uint32_t>(b[1])));                          \
+        : MSL_MMA_INPUTS);                                                                        \
+  }                                                                                               \
+  MSL_DEVICE void quad_multiply(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) {       \
+    asm(MSL_MMA_TEXT(TYPE) "{%10, %10, %10, %10};"                                                \
+        : "=f"(c[0].x), "=f"(c[0].y), "=f"(c[1].x), "=f"(c[1].y)                                  \
+        : MSL_MMA_INPUTS, "f"(0.0f));                                                             \
+  }                                                                                               \
+  MSL_DEVICE void quad_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) {   \
+    matrix_multiply_add(c, a, b);                                                                 \
   }
 MSL_MMA(half, "f16")
 MSL_MMA(bfloat, "bf16")
 #undef MSL_MMA
-#define MSL_MMA(T, TYPE)                                                                        \
-  MSL_DEVICE void quad_multiply(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) {     \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                  \
-        ".f32 "                                                                                 \
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"                   \
-        : "=f"(c[0].x), "=f"(c[0].y), "=f"(c[1].x), "=f"(c[1].y)                                \
-        : "r"(bit_cast<uint32_t>(a[0])), "r"(bit_cast<uint32_t>(a[2])),                         \
-          "r"(bit_cast<uint32_t>(a[1])), "r"(bit_cast<uint32_t>(a[3])),                         \
-          "r"(bit_cast<uint32_t>(b[0])), "r"(bit_cast<uint32_t>(b[1])), "f"(0.0f));             \
-  }                                                                                             \
-  MSL_DEVICE void quad_multiply_add(vec<float, 2>* c, const vec<T, 2>* a, const vec<T, 2>* b) { \
-    matrix_multiply_add(c, a, b);                                                               \
-  }
-MSL_MMA(half, "f16")
-MSL_MMA(bfloat, "bf16")
-#undef MSL_MMA
+#undef MSL_MMA_INPUTS
+#undef MSL_MMA_TEXT
 #define QUAD_MATRICES 1
 // every lane its own bank
 #define TABLE_ROW_BYTES 256

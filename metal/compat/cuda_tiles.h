@@ -9,12 +9,10 @@
 // GPUs without wgmma may not have the memory for more.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TILE_BUFFERS 3
-#define TILE_QUERIES 1
 #define TILE_PRODUCERS 8
 #else
 #define TILE_BUFFERS 1
 #define TILE_PRODUCERS 0
-#define TILE_QUERIES 0
 #endif
 
 namespace metal {

@@ -9,7 +9,6 @@
 #define TILE_PRODUCERS 0
 #endif
 #define TILE_BUFFERS (TILE_PRODUCERS > 0 ? 2 : 1)
-#define TILE_QUERIES (TILE_PRODUCERS > 0)
 
 namespace metal {
 

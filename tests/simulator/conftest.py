@@ -13,11 +13,16 @@ import simulator_library  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiler() -> list[str]:
     found = simulator_library.compilers()
     if not found:
         pytest.skip("no C++ compiler")
-    return simulator_library.build(found[0], tmp_path_factory.mktemp("simulator") / "simulator.so")
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def library(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulator_library.build(compiler, tmp_path_factory.mktemp("simulator") / "simulator.so")
 
 
 @pytest.fixture(scope="session")

@@ -46,16 +46,15 @@ Params = structure(
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Simulator]:
+def libraries(
+    compiler: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Simulator]:
     """By the number of simdgroups that only decode."""
-    found = simulator_library.compilers()
-    if not found:
-        pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("prefill")
     return {
         n: Simulator(
             simulator_library.build(
-                found[0],
+                compiler,
                 folder / f"prefill{n}.so",
                 f"-DTILE_PRODUCERS={n}",
                 f"-DVQKV_SIM_THREADGROUP_MEMORY={64 << 10}",
