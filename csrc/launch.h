@@ -43,6 +43,9 @@ struct Launch {
   // GPUs of less take less
   uint32_t cuda_shared_bytes = 0;
   uint32_t cuda_more_threads = 0;  // CUDA: if the kernel for this GPU takes them
+  // CUDA: no more threadgroups along the first axis than the GPU holds at once; the kernel asks
+  // how many there are
+  bool cuda_resident = false;
 };
 
 /** The dtype as kernel names spell it: "float16", "uint8". */

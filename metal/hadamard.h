@@ -32,7 +32,7 @@ METAL_FUNC void hadamard_store(device uchar* out, long i, int dtype, float v) {
     ((device bfloat*)out)[i] = bfloat(v);
 }
 
-// v H times scale, or its transpose; values beyond channel D are 0.
+// sqrt(D) scale v H, or its transpose; values beyond channel D are 0.
 template <int D, int M, int LANES = 32>
 METAL_FUNC void hadamard_transform(thread float* v, uint lane, bool transposed, float scale) {
   constexpr int N = D / M, E = (D + 31) / 32, KEPT = 32 / LANES;

@@ -1,4 +1,4 @@
-#include "hadamard_quantize.h"
+#include "hadamard_halves.h"
 
 // Three threadgroups on a core: 80 registers of CUDA's.
 #define HADAMARD(D, M)                                                                 \
@@ -38,3 +38,11 @@ HADAMARD(112, 28)
 HADAMARD(224, 28)
 HADAMARD(448, 28)
 HADAMARD(896, 28)
+
+// Of 128 channels two, of 128 registers: fewer cost more than twice the threads gain.
+#define HALVES(D, GROUPS) \
+  instantiate_kernel_groups(hadamard_quantize_halves_##D, 256, GROUPS, hadamard_quantize_halves, D)
+
+HALVES(32, 3)
+HALVES(64, 3)
+HALVES(128, 2)

@@ -12,7 +12,9 @@
 #include "hadamard_rows.h"
 
 #define HADAMARD_QUADS(D, M, LANES) (QUAD_MATRICES && (M) == 1 && (D) >= 32 && (LANES) == 4)
-#define HADAMARD_FLIPS(D) (((D) + 127) / 128)  // words of a lane
+// Words of a lane: of a row, and of its signs.
+#define HADAMARD_WORDS(D) ((D) > 32 ? (D) / 8 : 8)
+#define HADAMARD_FLIPS(D) (((D) + 127) / 128)
 
 #if QUAD_MATRICES
 
@@ -40,13 +42,14 @@ METAL_FUNC uint hadamard_quad_matrix(uint lane) {
   return (one | sign) | (one | (sign ^ (column % 2) << 15)) << 16;
 }
 
-// What the lane holds of a row, in pairs.
-template <int D, bool WIDE>
-METAL_FUNC void hadamard_quad_words(thread uint* words, device const uchar* row, uint lane) {
+// What the lane holds of a row of x, in pairs.
+template <int D>
+METAL_FUNC void hadamard_quad_words(thread uint* words, device const uchar* x, long row, uint lane,
+                                    bool wide) {
   UNROLL
   for (int r = 0; r < D / 32; r++) {
-    device const uchar* from = row + 64 * r + 16 * (lane % 4);
-    if (WIDE) {
+    device const uchar* from = x + row * (2 * D) + 64 * r + 16 * (lane % 4);
+    if (wide) {
       hadamard_words<4>(words + 4 * r, from);
     } else {
       device const ushort* x = (device const ushort*)from;
@@ -57,14 +60,13 @@ METAL_FUNC void hadamard_quad_words(thread uint* words, device const uchar* row,
   }
 }
 
-template <int D, typename T, bool WIDE>
-METAL_FUNC void hadamard_by_quads(thread float* v, device const uchar* row,
-                                  thread const uint* flips, uint lane, float scale) {
+// The row of `words`, which it changes.
+template <int D, typename T>
+METAL_FUNC void hadamard_by_quads(thread float* v, thread uint* words, thread const uint* flips,
+                                  uint lane, float scale) {
   typedef vec<T, 2> Pair;
   constexpr int E = D / 32;
   constexpr int HALF = E > 1 ? E / 2 : 1;
-  uint words[8 * HALF];
-  hadamard_quad_words<D, WIDE>(words, row, lane);
   UNROLL
   for (int i = 0; i < 8 * HALF; i++)
     words[i] = i < 4 * E ? words[i] ^ (flips[i / 16] << (i % 16) & 0x80008000u) : 0;
@@ -134,7 +136,7 @@ METAL_FUNC void hadamard_flips(thread uint* flips, device const float* signs, lo
     flips[i / 32] |= as_type<uint>(sign[i]) >> 31 << ((i % 2 != 0 ? 31 : 15) - i / 2 % 16);
 }
 
-// hadamard(x, signs) of one row. With `quads` the signs are in `flips`.
+// hadamard(x, signs) of one row, times sqrt(D) p.scale. With `quads` the signs are in `flips`.
 template <int D, int M, int LANES>
 METAL_FUNC void hadamard_rotate(thread float* v, device const uchar* x, device const float* signs,
                                 bool quads, thread const uint* flips, long row, uint lane,
@@ -142,16 +144,12 @@ METAL_FUNC void hadamard_rotate(thread float* v, device const uchar* x, device c
 #if QUAD_MATRICES
   if constexpr (HADAMARD_QUADS(D, M, LANES)) {
     if (quads) {
-      device const uchar* from = x + row * (2 * D);
-      const bool is_half = p.dtype == HADAMARD_HALF;
-      if (p.wide != 0 && is_half)
-        hadamard_by_quads<D, half, true>(v, from, flips, lane, p.scale);
-      else if (p.wide != 0)
-        hadamard_by_quads<D, bfloat, true>(v, from, flips, lane, p.scale);
-      else if (is_half)
-        hadamard_by_quads<D, half, false>(v, from, flips, lane, p.scale);
+      uint words[HADAMARD_WORDS(D)];
+      hadamard_quad_words<D>(words, x, row, lane, p.wide != 0);
+      if (p.dtype == HADAMARD_HALF)
+        hadamard_by_quads<D, half>(v, words, flips, lane, p.scale);
       else
-        hadamard_by_quads<D, bfloat, false>(v, from, flips, lane, p.scale);
+        hadamard_by_quads<D, bfloat>(v, words, flips, lane, p.scale);
       return;
     }
   }

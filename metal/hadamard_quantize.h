@@ -63,15 +63,15 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, JOINED = KEPT < 8 ? 8 / KEPT : 1;
   const HadamardLevels levels = hadamard_levels<SEARCH>(table);
   const int first = int(lane % LANES);
+  uint words[E];  // from the second code on four times that
   UNROLL
-  for (int k = 0; k < KEPT; k++)
+  for (int r = 0; r < E; r++)
+    words[r] = 0;
+  UNROLL
+  for (int k = KEPT - 1; k >= 0; k--) {
     dots[k] = squares[k] = 0.0f;
-  uint words[E];
-  UNROLL
-  for (int r = 0; r < E; r++) {
-    uint word = 0;  // from the second code on four times that
     UNROLL
-    for (int k = KEPT - 1; k >= 0; k--) {
+    for (int r = 0; r < E; r++) {
       const int c = 32 * r + KEPT * first + k;
       const float x = v[r * KEPT + k];
       const bool inside = D % 32 == 0 || c < D;
@@ -87,19 +87,24 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
         if (live && inside)
           bytes[c] = uchar(finite ? code4 / 4 : 0u);
       } else if (k > 0) {
-        word = word * uint(p.levels) + code4;
+        words[r] = words[r] * uint(p.levels) + code4;
       } else {
-        word = (word >> 2) * uint(p.levels) + (code4 >> 2);
+        words[r] = (words[r] >> 2) * uint(p.levels) + (code4 >> 2);
       }
     }
+    hadamard_add<LANES>(dots, k);
+    hadamard_add<LANES>(squares, k);
+  }
+  UNROLL
+  for (int r = 0; r < E; r++) {
     if (SEARCH != HADAMARD_BY_WIDE_TREE) {
       UNROLL
       for (int h = 1; h < JOINED; h *= 2) {
-        const uint other = metal::simd_shuffle_xor(word, ushort(h));
+        const uint other = metal::simd_shuffle_xor(words[r], ushort(h));
         const int shift = p.bits * KEPT * h;
-        word = (first & h) != 0 ? other | word << shift : word | other << shift;
+        words[r] = (first & h) != 0 ? other | words[r] << shift : words[r] | other << shift;
       }
-      words[r] = finite ? word : 0u;
+      words[r] = finite ? words[r] : 0u;
     }
   }
   if (SEARCH != HADAMARD_BY_WIDE_TREE && live && first % JOINED == 0)
@@ -112,70 +117,88 @@ struct HadamardSums {
 };
 
 METAL_FUNC bfloat hadamard_scale(HadamardSums s, constant HadamardQuantizeParams& p) {
-  return bfloat(hadamard_row_scale(p.kind, s.norm2, s.dot, s.square, p.root));
+  return bfloat(hadamard_row_scale(p.kind, s.norm2, s.dot, s.square, p.root) * p.unit);
 }
 
-// Codes of the row v, stored if the row is `live`.
-template <int D, int LANES>
-METAL_FUNC HadamardSums hadamard_encode(thread const float* v, threadgroup const float* table,
-                                        device uchar* packed, long row, bool live, uint lane,
-                                        constant HadamardQuantizeParams& p) {
+// Codes of the row v by one kind of search, stored if the row is `live`.
+template <int D, int LANES, int SEARCH>
+METAL_FUNC HadamardSums hadamard_encode_by(thread const float* v, threadgroup const float* table,
+                                           device uchar* packed, long row, bool live, uint lane,
+                                           constant HadamardQuantizeParams& p) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
   float part[KEPT], dots[KEPT], squares[KEPT];
   UNROLL
-  for (int k = 0; k < KEPT; k++)
+  for (int k = KEPT - 1; k >= 0; k--) {
     part[k] = 0.0f;
-  UNROLL
-  for (int i = 0; i < E * KEPT; i++)
-    part[i % KEPT] = metal::fma(v[i], v[i], part[i % KEPT]);
+    UNROLL
+    for (int r = 0; r < E; r++)
+      part[k] = metal::fma(v[r * KEPT + k], v[r * KEPT + k], part[k]);
+    hadamard_add<LANES>(part, k);
+  }
   HadamardSums sums;
   sums.norm2 = hadamard_sum<LANES>(part);
   const float factor = sums.norm2 > 0.0f ? p.root / metal::sqrt(sums.norm2) : 0.0f;
   const bool finite = metal::isfinite(sums.norm2);
   device uchar* bytes = packed + row * p.bytes;
-  const int search = hadamard_search(table, p.bits);
-  if (search == HADAMARD_BY_CELL)
-    hadamard_codes<D, LANES, HADAMARD_BY_CELL>(v, factor, finite, table, bytes, live, lane, p, dots,
-                                               squares);
-  else if (search == HADAMARD_BY_TREE)
-    hadamard_codes<D, LANES, HADAMARD_BY_TREE>(v, factor, finite, table, bytes, live, lane, p, dots,
-                                               squares);
-  else
-    hadamard_codes<D, LANES, HADAMARD_BY_WIDE_TREE>(v, factor, finite, table, bytes, live, lane, p,
-                                                    dots, squares);
+  hadamard_codes<D, LANES, SEARCH>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
   sums.dot = hadamard_sum<LANES>(dots);
   sums.square = hadamard_sum<LANES>(squares);
   return sums;
 }
 
-// LANES lanes per row, p.passes <= 4 rows one after the other, whose scales are left to a lane
-// each. With p.frozen every sequence has a centre [D] and its unit.
+template <int D, int LANES>
+METAL_FUNC HadamardSums hadamard_encode(thread const float* v, threadgroup const float* table,
+                                        device uchar* packed, long row, bool live, uint lane,
+                                        constant HadamardQuantizeParams& p) {
+  const int search = hadamard_search(table, p.bits);
+  if (search == HADAMARD_BY_CELL)
+    return hadamard_encode_by<D, LANES, HADAMARD_BY_CELL>(v, table, packed, row, live, lane, p);
+  if (search == HADAMARD_BY_TREE)
+    return hadamard_encode_by<D, LANES, HADAMARD_BY_TREE>(v, table, packed, row, live, lane, p);
+  return hadamard_encode_by<D, LANES, HADAMARD_BY_WIDE_TREE>(v, table, packed, row, live, lane, p);
+}
+
+// The scales of as many rows as there are lanes are left to a lane each.
+struct HadamardKept {
+  HadamardSums sums;
+  long row;
+};
+
+template <int LANES>
+METAL_FUNC void hadamard_keep(thread HadamardKept& kept, HadamardSums sums, long row, int pass,
+                              bool last, device bfloat* scales, uint lane,
+                              constant HadamardQuantizeParams& p) {
+  const int mine = int(lane % LANES), now = pass % LANES;
+  if (mine == now) {
+    kept.sums = sums;
+    kept.row = row;
+  }
+  if ((last || now == LANES - 1) && mine <= now && kept.row < p.rows)
+    scales[kept.row] = hadamard_scale(kept.sums, p);
+}
+
+// LANES lanes per row. The threadgroups take tiles of rows in turns. With `centred` every sequence
+// has a centre [D] and its unit.
 template <int D, int M, int LANES>
-kernel void hadamard_quantize(
-    device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
-    device const float* centroids [[buffer(2)]], device const char* centres [[buffer(3)]],
-    device const bfloat* centre_scales [[buffer(4)]], device uchar* packed [[buffer(5)]],
-    device bfloat* scales [[buffer(6)]], constant HadamardQuantizeParams& p [[buffer(7)]],
-    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+METAL_FUNC void hadamard_quantize_rows(device const uchar* x, device const float* signs,
+                                       device const char* centres,
+                                       device const bfloat* centre_scales, bool centred,
+                                       threadgroup const float* table, bool quads,
+                                       device uchar* packed, device bfloat* scales, uint group,
+                                       uint lane, uint sg, constant HadamardQuantizeParams& p) {
   constexpr int VALUES = (D + 31) / 32 * (32 / LANES), ROWS = 32 / LANES;
-  threadgroup_array(float, table, HADAMARD_TABLE);
-  hadamard_table(table, centroids, tid, p.bits);
-  const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
+  const int groups = threadgroups_in_grid(p.groups);
   uint flips[HADAMARD_FLIPS(D)] = {};
-  const int passes = LANES < 32 ? p.passes : 1;
-  const long first = (long(tgid.x) * passes * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
-  const int mine = int(lane % LANES);
-  HadamardSums sums = {};
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int pass = 0; pass < passes; pass++) {
-    const long at = first + pass * (HADAMARD_SIMDGROUPS * ROWS);
+  HadamardKept kept = {};
+  int pass = 0;
+  for (int left = p.tiles - int(group); left > 0; left -= groups, pass++) {
+    const long at = (long(p.tiles - left) * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
     const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
     float v[VALUES];
     if (quads && (pass == 0 || p.heads > 1))
       hadamard_flips<D, M, LANES>(flips, signs, row, lane, p);
     hadamard_rotate<D, M, LANES>(v, x, signs, quads, flips, row, lane, p);
-    if (p.frozen) {
+    if (centred) {
       const long sequence = hadamard_sequence(row, p);
       const float unit = float(centre_scales[sequence]);
       float centre[VALUES];
@@ -185,13 +208,26 @@ kernel void hadamard_quantize(
       for (int i = 0; i < VALUES; i++)
         v[i] -= centre[i] * unit;
     }
-    const HadamardSums all = hadamard_encode<D, LANES>(v, table, packed, row, at < p.rows, lane, p);
-    if (mine == pass)
-      sums = all;
+    const HadamardSums sums =
+        hadamard_encode<D, LANES>(v, table, packed, row, at < p.rows, lane, p);
+    hadamard_keep<LANES>(kept, sums, at, pass, left <= groups, scales, lane, p);
   }
-  const long row = first + mine * (HADAMARD_SIMDGROUPS * ROWS);
-  if (mine < passes && row < p.rows)
-    scales[row] = hadamard_scale(sums, p);
+}
+
+template <int D, int M, int LANES>
+kernel void hadamard_quantize(
+    device const uchar* x [[buffer(0)]], device const float* signs [[buffer(1)]],
+    device const float* centroids [[buffer(2)]], device const char* centres [[buffer(3)]],
+    device const bfloat* centre_scales [[buffer(4)]], device uchar* packed [[buffer(5)]],
+    device bfloat* scales [[buffer(6)]], constant HadamardQuantizeParams& p [[buffer(7)]],
+    uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  threadgroup_array(float, table, HADAMARD_TABLE);
+  hadamard_table(table, centroids, tid, p.bits);
+  const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  hadamard_quantize_rows<D, M, LANES>(x, signs, centres, centre_scales, p.frozen != 0, table, quads,
+                                      packed, scales, tgid.x, lane, sg, p);
 }
 
 // Adds the rows of a simdgroup that are below `rows`, the even ones to low and the odd ones to

@@ -81,7 +81,7 @@ METAL_FUNC int hadamard_head(long row, constant HadamardQuantizeParams& p) {
   return p.heads > 1 ? int(hadamard_sequence(row, p) % p.heads) : 0;
 }
 
-// hadamard(x, signs) of one row, read before.
+// hadamard(x, signs) of one row, read before, times sqrt(D) p.scale.
 template <int D, int M, int LANES>
 METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, long row, uint lane,
                                  constant HadamardQuantizeParams& p) {
@@ -95,19 +95,22 @@ METAL_FUNC void hadamard_forward(thread float* v, device const float* signs, lon
   hadamard_transform<D, M, LANES>(v, lane, false, p.scale);
 }
 
-// The sum over the 32 values of a row that its lanes hold in part, 32 / LANES each: of neighbours,
-// then of neighbouring pairs, and so on.
+// A sum over the 32 values of a row that its lanes hold in part, 32 / LANES each, from the last on:
+// of neighbours, then of neighbouring pairs, and so on. Once part[k] is known it adds up what it
+// can, lest a lane keep all.
 template <int LANES>
-METAL_FUNC float hadamard_sum(thread float* part) {
-  constexpr int KEPT = 32 / LANES;
+METAL_FUNC void hadamard_add(thread float* part, int k) {
   UNROLL
-  for (int h = 1; h < KEPT; h *= 2) {
-    UNROLL
-    for (int i = 0; i + h < KEPT; i += 2 * h)
-      part[i] += part[i + h];
+  for (int h = 1; h < 32 / LANES; h *= 2) {
+    if (k % (2 * h) == 0)
+      part[k] += part[k + h];
   }
+}
+template <int LANES>
+METAL_FUNC float hadamard_sum(thread const float* part) {
+  float sum = part[0];
   UNROLL
   for (int h = 1; h < LANES; h *= 2)
-    part[0] += metal::simd_shuffle_xor(part[0], ushort(h));
-  return part[0];
+    sum += metal::simd_shuffle_xor(sum, ushort(h));
+  return sum;
 }

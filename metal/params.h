@@ -126,11 +126,16 @@ struct HadamardQuantizeParams {
   int block;    // rows that share a centre which is computed, or 0
   int frozen;   // 1: the centre of every sequence is given
   int wide;     // 1: rows of x, signs and centres begin on multiples of 16 bytes, if D is one of 32
-  float scale;  // 1 / sqrt(D)
+  // The rows are multiplied by scale, 1 / sqrt(D), as centres are subtracted; without centres scale
+  // is 1, and unit, otherwise 1, makes up for it.
+  float scale;
+  float unit;
   float root;   // sqrt(D)
   float share;  // 1 / block
   int levels;   // 2^bits: a factor that compilers do not take for a shift
-  int passes;   // rows of a lane, without blocks
+  // without blocks: tiles of rows, and the threadgroups that share them
+  int tiles;
+  int groups;
 };
 
 // Rows [rows, width] to trellis codes of `bytes` bytes each.

@@ -7,6 +7,8 @@
 //   instantiate_kernel(name, func, args...)   the kernel template func<args...>, under a name
 //   instantiate_kernel_groups(name, threads, groups, func, args...)   the same, to be compiled so
 //     that a core holds `groups` threadgroups, where the compiler can be told
+//   threadgroups_in_grid(n)                   along its first axis, of which the host wants n: on
+//     CUDA there may be fewer (Launch::cuda_resident)
 //   UNROLL                                    the loop that follows, where that makes it faster
 //   threadgroup_bytes(name, n);               n bytes, as for an array: on CUDA may be many, which
 //     the host asks for (Launch::cuda_shared_bytes)
@@ -74,6 +76,7 @@ using namespace metal;
 
 #define threadgroup_array(T, name, ...) threadgroup T name[__VA_ARGS__]
 #define program_constant(T, name, ...) constant constexpr T name[__VA_ARGS__]
+#define threadgroups_in_grid(n) (n)
 #define TABLE_ROW_BYTES 64
 #define threadgroup_bytes(name, n)                   \
   threadgroup_array(uint4, name##_memory, (n) / 16); \

@@ -53,8 +53,9 @@ def signs_of(rng, *shape):
 # ---- NumPy in float32, in the kernels' order ----
 
 
-def transform32(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
+def transform32(x: np.ndarray, signs: np.ndarray, scale: float | None = None) -> np.ndarray:
     width = x.shape[-1]
+    scale = 1 / math.sqrt(width) if scale is None else scale
     m = order_of(width)
     n = width // m
     y = (x.astype(np.float32) * signs.astype(np.float32)).reshape(-1, m, n)
@@ -70,7 +71,7 @@ def transform32(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
         for j in range(1, m):
             out = out + y[:, j : j + 1] * sign[j][:, None]
         y = out
-    return y.reshape(x.shape) * np.float32(1 / math.sqrt(width))
+    return y.reshape(x.shape) * np.float32(scale)
 
 
 def fold(parts: np.ndarray) -> np.ndarray:
@@ -120,8 +121,10 @@ def mean32(y: np.ndarray, block: int) -> np.ndarray:
 def quantize32(x, signs, levels, bits, scale, block=None, centres=None):
     """(indices, scales, centres, units), all float32 but the indices."""
     with np.errstate(all="ignore"):
-        y = transform32(x, signs)
         width = x.shape[-1]
+        # without centres the scale of a row is multiplied, not the row
+        unit_of_rows = np.float32(1 if block or centres else 1 / math.sqrt(width))
+        y = transform32(x, signs, None if block or centres else 1.0)
         steps = units = None
         if block:
             mean = mean32(y, block)
@@ -151,6 +154,7 @@ def quantize32(x, signs, levels, bits, scale, block=None, centres=None):
         }[scale]
         useful = (norm2 > 0) & (under > 0)
         row = np.where(useful, over / np.where(useful, under, np.float32(1)), np.float32(0))
+        row = row * unit_of_rows
         row = np.where(np.isfinite(norm2), row, np.float32(np.nan))
     assert u.dtype == row.dtype == np.float32
     return index, bf16(row), steps, units

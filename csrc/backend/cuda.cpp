@@ -84,6 +84,23 @@ class Kernels {
     return it->second;
   }
 
+  /** The blocks that the current device holds at once. */
+  uint32_t resident_blocks(CUfunction function, uint32_t threads, uint32_t shared_bytes) {
+    auto [it, added] = resident_blocks_.try_emplace(function, 0);
+    if (added) {
+      CUdevice device;
+      int blocks = 0, cores = 0;
+      check(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
+                                                        static_cast<int>(threads), shared_bytes),
+            "the occupancy of a CUDA kernel");
+      check(cuCtxGetDevice(&device), "the current CUDA device");
+      check(cuDeviceGetAttribute(&cores, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device),
+            "the multiprocessors of the CUDA device");
+      it->second = static_cast<uint32_t>(std::max(blocks * cores, 1));
+    }
+    return it->second;
+  }
+
   /** The shared memory that a block of the current device may have. */
   uint32_t most_shared_bytes() {
     if (!most_shared_bytes_) {
@@ -100,7 +117,7 @@ class Kernels {
 
  private:
   uint32_t most_shared_bytes_ = 0;
-  std::unordered_map<CUfunction, uint32_t> most_threads_;
+  std::unordered_map<CUfunction, uint32_t> most_threads_, resident_blocks_;
   std::vector<CUmodule> modules_;
   std::unordered_map<std::string, CUfunction> functions_;  // by their name without the prefix
   std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
@@ -203,7 +220,7 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
             " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
     CUfunction function;
-    uint32_t shared_bytes, threads;
+    uint32_t shared_bytes, threads, along = l.grid[0];
     {
       std::lock_guard lock(kernels_mutex);
       auto& all = kernels(enc.device());
@@ -212,6 +229,9 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
       threads = l.threads;
       if (l.cuda_more_threads > 0 && all.most_threads(function) >= threads + l.cuda_more_threads) {
         threads += l.cuda_more_threads;
+      }
+      if (l.cuda_resident) {
+        along = std::min(along, all.resident_blocks(function, threads, shared_bytes));
       }
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
@@ -229,7 +249,7 @@ void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
     }
     auto bytes = argument_of(l);
     void* argument = &bytes;  // copied into the node
-    enc.add_kernel_node_raw(function, dim3(l.grid[0], l.grid[1], l.grid[2]), dim3(threads), dim3(),
+    enc.add_kernel_node_raw(function, dim3(along, l.grid[1], l.grid[2]), dim3(threads), dim3(),
                             shared_bytes, &argument);
   }
   for (const auto& a : temporaries) {

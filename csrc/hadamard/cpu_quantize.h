@@ -157,7 +157,8 @@ void encode_tile(const HadamardQuantizeTile& t, float* y, float scale, const flo
   find_levels<Bits>(y, width, factor, t.table, index, dot, square);
   pack_rows<Bits>(index, width, n, t.p.bytes, t.packed + first * t.p.bytes);
   for (int i = 0; i < n; ++i) {
-    t.scales[first + i] = float_to_bf16(row_scale(t.p.kind, norm2[i], dot[i], square[i], t.p.root));
+    const float s = row_scale(t.p.kind, norm2[i], dot[i], square[i], t.p.root);
+    t.scales[first + i] = float_to_bf16(s * t.p.unit);
   }
 }
 

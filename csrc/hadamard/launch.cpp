@@ -7,9 +7,15 @@ namespace vqkv {
 namespace {
 
 constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
-// Where threadgroups abound each has several times as many rows, one after the other, which share
-// what it sets up. No more times than lanes hold a row: each lane is left the scale of one.
-constexpr int64_t kPasses = 4, kThreadgroups = 1024;
+// Where threadgroups abound each has several tiles of rows, one after the other, which share what
+// it sets up.
+constexpr int64_t kTiles = 4, kThreadgroups = 1024;
+
+/** Is it a call for the kernel of metal/hadamard_halves.h? */
+bool takes_halves(const HadamardQuantizeParams& p, int width) {
+  return !p.block && !p.frozen && p.wide && p.dtype != HADAMARD_FLOAT &&
+         (width == 32 || width == 64 || width == 128);
+}
 
 /** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
 int64_t rows_of_simdgroup(int width) {
@@ -41,21 +47,25 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   const auto& x = in[0];
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
   p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
-  const int64_t at_once = kSimdgroups * rows_of_simdgroup(x.shape(-1));
-  const int64_t passes = at_once > kSimdgroups ? p.rows / (at_once * kThreadgroups) : 1;
-  p.passes = static_cast<int>(std::clamp<int64_t>(passes, 1, kPasses));
-  const int64_t rows = code.block ? code.block : at_once * p.passes;
+  const int64_t tile = kSimdgroups * rows_of_simdgroup(x.shape(-1));
+  const int64_t each = tile > kSimdgroups ? p.rows / (tile * kThreadgroups) : 1;
+  p.tiles = static_cast<int>(groups(p.rows, tile));
+  p.groups = static_cast<int>(groups(p.tiles, std::clamp<int64_t>(each, 1, kTiles)));
+  const bool halves = takes_halves(p, x.shape(-1));
   Launch l;
-  l.kernel =
-      kernel_name(code.block ? "hadamard_quantize_blocks" : "hadamard_quantize", x.shape(-1));
+  l.kernel = kernel_name(code.block ? "hadamard_quantize_blocks"
+                         : halves   ? "hadamard_quantize_halves"
+                                    : "hadamard_quantize",
+                         x.shape(-1));
   l.inputs = in;
-  if (!code.block && !frozen) {
+  if (!code.block && !frozen && !halves) {
     l.inputs.insert(l.inputs.end(), 2, in[2]);  // in place of the centres, not read
   }
   l.outputs = out;
   l.params.set(p);
-  l.grid = {groups(p.rows, rows), 1, 1};
+  l.grid = {code.block ? groups(p.rows, code.block) : static_cast<uint32_t>(p.groups), 1, 1};
   l.threads = 32 * kSimdgroups;
+  l.cuda_resident = code.block == 0;
   return launches(std::move(l));
 }
 

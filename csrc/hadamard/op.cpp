@@ -90,6 +90,10 @@ HadamardQuantizeParams hadamard_quantize_params(const mx::Shape& x, mx::Dtype dt
   p.kind = code.kind;
   p.block = code.block;
   p.frozen = frozen;
+  p.unit = 1.0f;
+  if (!frozen && !code.block) {
+    std::swap(p.scale, p.unit);
+  }
   p.root = static_cast<float>(std::sqrt(static_cast<double>(x.back())));
   p.levels = 1 << code.bits;
   p.share = code.block ? 1.0f / static_cast<float>(code.block) : 0.0f;

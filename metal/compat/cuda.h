@@ -195,6 +195,7 @@ MSL_MMA(bfloat, "bf16")
 #undef MSL_MMA_TEXT
 #define QUAD_MATRICES 1
 // every lane its own bank
+#define threadgroups_in_grid(n) int(gridDim.x)
 #define TABLE_ROW_BYTES 256
 MSL_DEVICE uint table_row(uint word, int i, uint at) {
   return __byte_perm(word, at, 0x5504u | i << 4);
