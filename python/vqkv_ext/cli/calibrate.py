@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEAST_TOKENS = 256
 _FITTED = "query-aware-2bit"
 _CANDIDATES = ("trellis-1bit", "trellis-2bit", "trellis-3bit", "trellis-4bit")
-_TOKENS = {"fit": 2048, "allocate": 512}
+_TOKENS = {"fit": 2048, "allocate": 1024}
 
 
 def add(commands: Any) -> None:
