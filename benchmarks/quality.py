@@ -212,7 +212,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 FAMILIES = (
     "mlx-lm", "trellis", "centred", "turboquant", "turboquant-rvq", "turboquant-prod", "qjl",
-    "vecinfer", "query-aware", "mixed",
+    "vecinfer", "query-aware", "mixed", "mixed-query-aware",
 )  # fmt: skip
 
 

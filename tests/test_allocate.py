@@ -58,12 +58,13 @@ def test_parts_are_what_the_model_loses(model, parts):
         (found,) = compare(
             model, tiny.ids(300), {"x": make}, chunk=128, skip=module._UNCODED
         ).values()
-        assert part.kl == pytest.approx(found.kl, rel=0.02)
-        assert part.kl > 0
+        assert part.kl.keys() == {"trellis"}
+        assert part.kl["trellis"] == pytest.approx(found.kl, rel=0.02)
+        assert part.kl["trellis"] > 0
         errors = [part.errors[n] for n in CANDIDATES]
         assert errors[0] == 1 and errors == sorted(errors, reverse=True)
         assert errors[3] < 0.05
-        assert part.loss("trellis-2bit") == part.kl * errors[1]
+        assert part.loss("trellis-2bit") == part.kl["trellis"] * errors[1]
 
 
 def _mixed(model, layers):
@@ -89,11 +90,11 @@ def test_budget_is_kept_and_used(model, parts):
 
 
 def test_layers_that_matter_get_more(model):
+    codecs = {s: {n: presets.codec(n, 64, s) for n in CANDIDATES} for s in ("key", "value")}
+
     def part(layer, side, kl):
-        bytes_ = {n: presets.codec(n, 64, side).bytes_per_token for n in CANDIDATES}
-        return Part(
-            layer, side, kl, dict(zip(CANDIDATES, (1, 0.3, 0.08, 0.02), strict=True)), bytes_
-        )
+        errors = dict(zip(CANDIDATES, (1, 0.3, 0.08, 0.02), strict=True))
+        return Part(layer, side, codecs[side], {"trellis": kl}, errors)
 
     parts = [part(0, "key", 1.0), part(0, "value", 0.1), part(1, "key", 1.0), part(1, "value", 0)]
     made = build(model, parts, 2.8, tokens=300)

@@ -145,8 +145,9 @@ def test_targets_say_what_is_missed():
 
 
 def test_families():
-    names = ("turboquant-rvq-2bit", "turboquant-2bit", "mlx-lm kv_bits=4", "float16 (mlx-lm)")
-    want = ["turboquant-rvq", "turboquant", "mlx-lm", None]
+    names = ("turboquant-rvq-2bit", "turboquant-2bit", "mlx-lm kv_bits=4", "float16 (mlx-lm)",
+             "mixed-2.44", "mixed-query-aware-2.44")  # fmt: skip
+    want = ["turboquant-rvq", "turboquant", "mlx-lm", None, "mixed", "mixed-query-aware"]
     assert [quality.family(n) for n in names] == want
 
 

@@ -16,6 +16,9 @@ import distributed_ranks as ranks
 import tiny
 from vqkv_ext.adapters import sharding
 from vqkv_ext.adapters.calibrate import calibrate
+from vqkv_ext.adapters.mlx_lm import model_shape
+from vqkv_ext.adapters.query_statistics import key_factors
+from vqkv_ext.codecs import Calibration, LayerCodecs, presets, query_aware
 
 SCRIPT = Path(ranks.__file__)
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
@@ -37,7 +40,25 @@ def codecs(models, tmp_path_factory) -> dict[str, list[str]]:
             calibrate(model, tiny.ids(256 if preset == "vecinfer-2bit" else 600), preset,
                       iterations=1).save(path)  # fmt: skip
             found[kind].append(str(path))
+    path = folder / "mixture.safetensors"
+    mixture(models["tensor"]).save(path)
+    found["tensor"].append(str(path))
     return found
+
+
+def mixture(model) -> Calibration:
+    """Layers of keys and values that differ in kind and size."""
+    shape, factors = model_shape(model), key_factors(model, tiny.ids(256))
+    width = shape.key_dim
+    layers = [
+        LayerCodecs(
+            query_aware.key_codec(f"query-aware-{bits}bit", smooth),
+            presets.codec(f"trellis-{4 - bits}bit", width, "value"),
+        )
+        for bits, smooth in zip((3, 1, 2), factors, strict=True)
+    ]
+    layers[2] = LayerCodecs(presets.codec("centred-2bit", width, "key"), layers[2].value)
+    return Calibration("mixed-2.4bit", shape, layers, 256)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +122,7 @@ def test_a_whole_calibration_is_refused_by_name(split):
 
 def test_heads_of_a_rank(codecs):
     """Each rank's part decodes as these heads of the whole do."""
-    whole = sharding.Calibration.load(codecs["tensor"][1])
+    whole = Calibration.load(codecs["tensor"][1])
     assert "vecinfer-2bit" == whole.preset
     x = mx.random.normal((1, 4, 5, 64))
     for rank in range(2):
@@ -121,5 +142,5 @@ def test_heads_of_a_rank(codecs):
 
 
 def test_a_whole_model_takes_the_whole_calibration(models, codecs):
-    whole = sharding.Calibration.load(codecs["tensor"][1])
+    whole = Calibration.load(codecs["tensor"][1])
     assert sharding.for_rank(whole, models["tensor"]) is whole

@@ -51,33 +51,37 @@ def test_factors_without_weights():
     assert mx.allclose(found[1], mx.ones(3))
 
 
+def pair_weights(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Of each query and key ``[H, G, N, N]``, pair by pair in float64; q is [H, G, N, D]."""
+    heads, group, n, width = q.shape
+    found = np.zeros((heads, group, n, n))
+    for h, g, t in np.ndindex(heads, group, n):
+        scores = k[h, : t + 1] @ q[h, g, t] / np.sqrt(width)
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        weight = p**2 * np.square(v[h, : t + 1] - p @ v[h, : t + 1]).sum(1)
+        weight[:4] = 0
+        weight[max(t - 63, 0) :] = 0
+        found[h, g, t, : t + 1] = weight
+    return found
+
+
 def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """``key_factors`` of one layer, pair by pair, in float64; q is [H, G, N, D]."""
-    heads, _, n, width = q.shape
-    keys, queries = np.zeros((heads, width)), np.zeros((heads, width))
-    first, blocks = 4, (n - 4) // 64
-    rest = k.copy()
-    for b in range(blocks):
-        rows = slice(first + 64 * b, first + 64 * b + 64)
-        rest[:, rows] -= k[:, rows].mean(1, keepdims=True)
-    for h in range(heads):
-        for group in q[h]:
-            for t in range(n):
-                scores = k[h, : t + 1] @ group[t] / np.sqrt(width)
-                p = np.exp(scores - scores.max())
-                p /= p.sum()
-                weight = p**2 * np.square(v[h, : t + 1] - p @ v[h, : t + 1]).sum(1)
-                weight[:4] = 0
-                weight[max(t - 63, 0) :] = 0
-                queries[h] += weight.sum() * group[t] ** 2
-                weight = weight[first : first + 64 * blocks]
-                keys[h] += weight @ np.square(rest[h, first : first + 64 * blocks][: len(weight)])
+    """``key_factors`` of one layer, in float64; q is [H, G, N, D]."""
+    n = q.shape[2]
+    weights = pair_weights(q, k, v)
+    coded = slice(4, 4 + (n - 4) // 64 * 64)
+    rest = k[:, coded].reshape(k.shape[0], -1, 64, k.shape[2])
+    rest = (rest - rest.mean(2, keepdims=True)).reshape(k[:, coded].shape)
+    keys = np.einsum("hgtn,hnd->hd", weights[..., coded], np.square(rest))
+    queries = np.einsum("hgtn,hgtd->hd", weights, np.square(q))
     found = (keys / queries) ** 0.25
     return found / np.exp(np.log(found).mean(-1, keepdims=True))
 
 
-def test_statistics(model):
-    tokens, seen = tiny.ids(TOKENS, seed=5), []
+def watched(model, tokens) -> tuple[list[mx.array], list[tuple[mx.array, mx.array]]]:
+    """Queries of each layer ``[1, Hq, N, D]``, and its keys and values."""
+    seen = []
     enable_attention(model)
     (module,) = layer_modules(model)
     attention = module.scaled_dot_product_attention
@@ -88,9 +92,16 @@ def test_statistics(model):
 
     module.scaled_dot_product_attention = spy
     try:
-        collected = collect(model, tokens, chunk=TOKENS)
+        return seen, collect(model, tokens, chunk=len(tokens))
     finally:
         module.scaled_dot_product_attention = attention
+
+
+def test_statistics(model):
+    tokens = tiny.ids(TOKENS, seed=5)
+    seen, collected = watched(model, tokens)
+    (module,) = layer_modules(model)
+    attention = module.scaled_dot_product_attention
     found = key_factors(model, tokens)
     again = key_factors(model, tokens, chunk=37)
     assert module.scaled_dot_product_attention is attention

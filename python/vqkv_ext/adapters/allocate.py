@@ -1,8 +1,10 @@
 """Bits per layer: which preset the keys and the values of each layer get under a budget.
 
 How much a layer matters is measured: the divergence of the model's predictions while only its keys,
-or only its values, are coded by the coarsest preset. That of the finer ones is taken to fall as
-their squared error on the layer's own keys and values does, and divergences to add up.
+or only its values, are coded by the coarsest preset of a method. That of the method's finer ones is
+taken to fall as their squared error does, and divergences to add up. The error of values is their
+own, that of keys is the one of scores, weighted by how much attention depends on them: a method
+may code badly what no query asks for.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ import numpy as np
 from mlx_lm.models import cache as stock
 
 from ..cache import CompressedKVCache
-from ..codecs import Calibration, Codec, LayerCodecs, presets
+from ..codecs import Calibration, Codec, LayerCodecs, presets, query_aware
 from ..codecs.calibration import ModelShape
 from ..codecs.half import HalfCodec
 from ..evaluation import compare
-from .calibrate import LEAST_TOKENS, Progress, collect
+from .calibrate import LEAST_TOKENS, Progress
 from .layers import CacheSlot, Place, cache_slots, replaced
 from .mlx_lm import model_shape
+from .query_statistics import statistics
 
 CANDIDATES = ("trellis-1bit", "trellis-2bit", "trellis-3bit", "trellis-4bit")
+PRESETS = (*presets.PRESETS, *query_aware.PRESETS)
+"""Names that can be candidates."""
+
 BLOCK = 64  # tokens, those of the default cache
 
 _TOGETHER = 8  # caches that go through the model side by side
@@ -42,20 +48,26 @@ class Part:
     Attributes:
         layer: Index among the layers that are compressed.
         side: Which.
-        kl: Divergence in nats per token while only this part is coded by the coarsest preset.
-        errors: Squared error of each preset as a share of the coarsest's.
-        bytes: Of a token and KV head for each preset.
+        codecs: The options, by their names: query-aware presets have trellis codes for values.
+        kl: For each method the divergence in nats per token while only this part is coded, by the
+            coarsest of the method's options.
+        errors: Squared error of each option as a share of that of its method's coarsest.
     """
 
     layer: int
     side: Literal["key", "value"]
-    kl: float
+    codecs: dict[str, Codec]
+    kl: dict[str, float]
     errors: dict[str, float]
-    bytes: dict[str, float]
 
-    def loss(self, preset: str) -> float:
-        """The divergence expected of a preset, nats per token."""
-        return self.kl * self.errors[preset]
+    def loss(self, name: str) -> float:
+        """The divergence expected of an option, nats per token."""
+        return self.kl[method(name)] * self.errors[name]
+
+
+def method(name: str) -> str:
+    """That of a preset, which has it in several sizes: ``"trellis"`` of ``"trellis-2bit"``."""
+    return name.rpartition("-")[0] or name
 
 
 def allocate(
@@ -75,7 +87,7 @@ def allocate(
         tokens: Calibration text, 256 tokens or more; the model reads it once for each part.
         budget: Most stored bits per number, scales and centres included, on average over all
             layers, of tokens beyond the windows.
-        candidates: Names of :data:`vqkv_ext.codecs.presets.PRESETS`.
+        candidates: Of :data:`PRESETS`; query-aware ones are fitted to the same text.
         chunk: Tokens per forward pass.
         reading: Called while keys and values are collected, with tokens.
         progress: Called with the parts measured and their total.
@@ -84,8 +96,8 @@ def allocate(
         A calibration of presets; its name tells the budget.
 
     Raises:
-        ValueError: Unknown candidates, too few tokens, a budget below the smallest candidate's, or
-            a model that cannot be served.
+        ValueError: Unknown candidates, or such as cannot take the model's head dimensions; too few
+            tokens, a budget below the smallest candidate's, or a model that cannot be served.
     """
     parts = measure(model, tokens, candidates, chunk=chunk, reading=reading, progress=progress)
     return build(model, parts, budget, tokens=len(tokens))
@@ -97,17 +109,14 @@ def build(model: nn.Module, parts: Sequence[Part], budget: float, *, tokens: int
     Args and errors: as for :func:`allocate`; ``tokens`` is the number of those measured with.
     """
     shape = model_shape(model)
-    names = list(parts[0].bytes)
-    check_budget(shape, budget, names)
+    check_budget(shape, budget, list(parts[0].codecs))
     # blocks of tokens take whole bytes
-    costs = [[round(BLOCK * p.bytes[n]) for n in names] for p in parts]
+    costs = [[round(BLOCK * c.bytes_per_token) for c in p.codecs.values()] for p in parts]
     most = math.floor(BLOCK * budget * shape.layers * (shape.key_dim + shape.value_dim) / 8)
-    chosen = choose(costs, [[p.loss(n) for n in names] for p in parts], most)
-    widths = {"key": shape.key_dim, "value": shape.value_dim}
-    made = functools.cache(lambda name, side: presets.codec(name, widths[side], side))
+    chosen = choose(costs, [[p.loss(n) for n in p.codecs] for p in parts], most)
     sides: list[dict[str, Codec]] = [{} for _ in range(shape.layers)]
     for part, at in zip(parts, chosen, strict=True):
-        sides[part.layer][part.side] = made(names[at], part.side)
+        sides[part.layer][part.side] = list(part.codecs.values())[at]
     layers = [LayerCodecs(**s) for s in sides]
     return Calibration(f"mixed-{budget:g}bit", shape, layers, tokens)
 
@@ -116,25 +125,41 @@ def check_budget(shape: ModelShape, budget: float, candidates: Sequence[str]) ->
     """Refuse what :func:`allocate` could not keep to.
 
     Raises:
-        ValueError: Unknown candidates, or a budget below that of the smallest.
+        ValueError: Unknown candidates, or such as cannot take the head dimensions; a budget below
+            that of the smallest.
     """
-    unknown = [n for n in candidates if n not in presets.PRESETS]
+    unknown = [n for n in candidates if n not in PRESETS]
     if unknown or not candidates:
         raise ValueError(
-            f"[allocate] candidates must be of {', '.join(presets.PRESETS)}, but got "
+            f"[allocate] candidates must be of {', '.join(PRESETS)}, but got "
             f"{', '.join(unknown) or 'none'}."
         )
-    widths = {"key": shape.key_dim, "value": shape.value_dim}
+    for name in candidates:
+        if name in query_aware.PRESETS:
+            query_aware.check_width(name, shape.key_dim)
     least = sum(
-        min(presets.codec(n, width, side).bytes_per_token for n in candidates)
-        for side, width in widths.items()
+        min(c.bytes_per_token for c in codecs.values())
+        for codecs in _options(shape, candidates).values()
     )
-    least *= 8 / sum(widths.values())
+    least *= 8 / (shape.key_dim + shape.value_dim)
     if budget < least:
         raise ValueError(
             f"[allocate] budget must be at least {math.ceil(1000 * least) / 1000:.3f} bits per "
             f"number with {', '.join(candidates)}, but got {budget:g}."
         )
+
+
+def _options(shape: ModelShape, candidates: Sequence[str]) -> dict[str, dict[str, Codec]]:
+    """What the keys and the values of a layer can have, query-aware keys without their factors."""
+    ones = mx.ones((1, shape.key_dim))
+    keys = {
+        name: query_aware.key_codec(name, ones)
+        if name in query_aware.PRESETS
+        else presets.codec(name, shape.key_dim, "key")
+        for name in candidates
+    }
+    names = dict.fromkeys(query_aware.value_preset(n) for n in candidates)
+    return {"key": keys, "value": {n: presets.codec(n, shape.value_dim, "value") for n in names}}
 
 
 def choose(
@@ -184,43 +209,48 @@ def measure(
         raise ValueError(
             f"[allocate] tokens must be at least {LEAST_TOKENS}, but got {len(tokens)}."
         )
-    shape = model_shape(model)
     slots = [slot for slot in cache_slots(model) if slot.reason is None]
-    collected = collect(model, tokens, chunk=chunk, progress=reading)
-    widths = {"key": shape.key_dim, "value": shape.value_dim}
-    parts = list(itertools.product(range(shape.layers), ("key", "value")))
-    codecs = {
-        side: {n: presets.codec(n, width, side) for n in candidates}
-        for side, width in widths.items()
-    }
-    coarsest = {
-        side: min(codecs[side], key=lambda n: codecs[side][n].bytes_per_token) for side in codecs
-    }
-    kl: list[float] = []
-    for first in range(0, len(parts), _TOGETHER):
+    options, measured = _options(shape, candidates), []
+    aware = [n for n in options["key"] if n in query_aware.PRESETS]
+    for i, layer in enumerate(statistics(model, tokens, chunk=chunk, progress=reading)):
+        factors = layer.factors()
+        keys = options["key"] | {n: query_aware.key_codec(n, factors) for n in aware}
+        of_values = functools.partial(_error, x=layer.values)
+        measured.append(_part(i, "key", keys, layer.score_error))
+        measured.append(_part(i, "value", options["value"], of_values))
+    jobs = [(part, name) for part in measured for name in _coarsest(part.codecs).values()]
+    for first in range(0, len(jobs), _TOGETHER):
+        some = dict(enumerate(jobs[first : first + _TOGETHER]))
         caches = {
-            f"{layer} {side}": _only(model, slots[layer], codecs[side][coarsest[side]], side)
-            for layer, side in parts[first : first + _TOGETHER]
+            str(i): _only(model, slots[part.layer], part.codecs[name], part.side)
+            for i, (part, name) in some.items()
         }
         found = compare(model, list(tokens), caches, chunk=chunk, skip=_UNCODED)
-        kl += [q.kl for q in found.values()]
+        for i, (part, name) in some.items():
+            # rounding can take a divergence of nothing below it
+            part.kl[method(name)] = max(found[str(i)].kl, 0.0)
         if progress:
-            progress(len(kl), len(parts))
-    measured = []
-    for (layer, side), loss in zip(parts, kl, strict=True):
-        x = collected[layer][0 if side == "key" else 1]
-        errors = {n: _error(c, x) for n, c in codecs[side].items()}
-        worst = errors[coarsest[side]] or 1.0
-        measured.append(
-            Part(
-                layer,
-                side,
-                max(loss, 0.0),  # rounding can take a divergence of nothing below it
-                {n: e / worst for n, e in errors.items()},
-                {n: c.bytes_per_token for n, c in codecs[side].items()},
-            )
-        )
+            progress(first + len(some), len(jobs))
     return measured
+
+
+def _coarsest(codecs: dict[str, Codec]) -> dict[str, str]:
+    """For each method among the options the name of its smallest."""
+    names = sorted(codecs, key=lambda n: codecs[n].bytes_per_token, reverse=True)
+    return {method(n): n for n in names}
+
+
+def _part(
+    layer: int,
+    side: Literal["key", "value"],
+    codecs: dict[str, Codec],
+    error: Callable[[Codec], float],
+) -> Part:
+    """Without the divergences, which are measured side by side."""
+    errors = {name: error(codec) for name, codec in codecs.items()}
+    worst = {m: errors[name] or 1.0 for m, name in _coarsest(codecs).items()}
+    relative = {name: e / worst[method(name)] for name, e in errors.items()}
+    return Part(layer, side, codecs, {}, relative)
 
 
 def _only(model: nn.Module, slot: CacheSlot, codec: Codec, side: str) -> Callable[[], list[Any]]:

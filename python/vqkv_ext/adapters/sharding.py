@@ -78,7 +78,7 @@ def _heads(calibration: Calibration, rank: int, size: int) -> Calibration:
         elif isinstance(layer.key, ProductCodec):
             smooth = own(layer.key.transform.diagonal)
             books = (own(x.code.table) for x in (layer.key, layer.value))
-            pair = build(PRESETS[preset], smooth, *books, shape.key_dim, shape.value_dim)
+            pair = build(PRESETS[layer.key.name], smooth, *books, shape.key_dim, shape.value_dim)
             layers.append(LayerCodecs(*pair))
         else:  # a preset, which serves any heads
             layers.append(layer)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ..codecs import Calibration
 
 _LEAST_TOKENS = 256
-_FITTED = "vecinfer-2bit"
+_FITTED = "query-aware-2bit"
 _CANDIDATES = ("trellis-1bit", "trellis-2bit", "trellis-3bit", "trellis-4bit")
-_TOKENS = {"fit": 2048, "allocate": 512}
+_TOKENS = {"fit": 2048, "allocate": 1024}
 
 
 def add(commands: Any) -> None:
@@ -66,10 +66,11 @@ def add(commands: Any) -> None:
     fit.add_argument(
         "--candidates",
         nargs="+",
-        choices=FREE,
+        choices=(*FREE, *QUERY_AWARE),
         metavar="PRESET",
         default=_CANDIDATES,
-        help="with --budget: the presets to choose from",
+        help="with --budget: the presets to choose from; query-aware ones have keys fitted to the "
+        "text, and trellis codes of the same size for values",
     )
     fit.add_argument(
         "--tokens",

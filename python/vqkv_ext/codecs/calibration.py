@@ -83,17 +83,18 @@ class Calibration:
         arrays: dict[str, mx.array] = {}
         names = [(layer.key.name, layer.value.name) for layer in self.layers]
         for i, (layer, pair) in enumerate(zip(self.layers, names, strict=True)):
-            if set(pair) <= set(presets.PRESETS):
-                continue
+            _check_pair(*pair)
             key, value = layer.key, layer.value
+            if key.name in presets.PRESETS:
+                continue
             if key.name in query_aware.PRESETS:
                 arrays[f"layers.{i}.key.smooth"] = mx.abs(key.transform.diagonal)
                 continue
             fitted = all(isinstance(c, ProductCodec) for c in (key, value))
             if not fitted or not isinstance(key.transform, SmoothedHadamard):
                 raise ValueError(
-                    "[Calibration] the codecs of a layer must both be presets or both VecInfer's "
-                    f"to be saved, but got {key.name} and {value.name}."
+                    f"[Calibration] the codecs named {key.name} must be VecInfer's to be saved, "
+                    f"but got {type(key).__name__} and {type(value).__name__}."
                 )
             arrays[f"layers.{i}.key.smooth"] = key.transform.diagonal
             arrays[f"layers.{i}.key.codebook"] = key.code.table.astype(mx.float16)
@@ -142,23 +143,25 @@ class Calibration:
             names = [_names(preset)] * shape.layers
             if "codecs" in metadata:
                 names = [(key, value) for key, value in json.loads(metadata["codecs"])]
-            known = {*presets.PRESETS, *vecinfer.PRESETS, *query_aware.PRESETS}
-            if unknown := sorted({str(n) for pair in names for n in pair} - known):
-                raise ValueError(
-                    f"its codecs must be of known presets ({', '.join(sorted(known))}), but got "
-                    f"{', '.join(map(repr, unknown))}"
-                )
+            for pair in names:
+                _check_pair(*pair)
             make = functools.cache(presets.codec)
             layers = [
-                LayerCodecs(make(key, shape.key_dim, "key"), make(value, shape.value_dim, "value"))
-                if {key, value} <= set(presets.PRESETS)
-                else _layer(key, shape, arrays, i)
+                _fitted(key, shape, arrays, i)
+                if key in vecinfer.PRESETS
+                else LayerCodecs(
+                    _query_aware(key, shape, arrays, i)
+                    if key in query_aware.PRESETS
+                    else make(key, shape.key_dim, "key"),
+                    make(value, shape.value_dim, "value"),
+                )
                 for i, (key, value) in zip(range(shape.layers), names, strict=True)
             ]
             tokens = int(metadata["tokens"])
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(
-                f"[Calibration] {path} must hold a whole calibration, but reading it failed: {e}."
+                f"[Calibration] {path} must hold a whole calibration, but reading it failed: "
+                f"{str(e).rstrip('.')}."
             ) from e
         return cls(preset, shape, layers, tokens)
 
@@ -168,18 +171,49 @@ _LAYER = ("key.smooth", "key.codebook", "value.codebook")
 
 def _names(preset: str) -> tuple[str, str]:
     """Of the codecs of a layer for keys and values, where all layers have those of a preset."""
-    bits = query_aware.PRESETS.get(preset)
-    return preset, preset if bits is None else f"trellis-{bits}bit"
+    return preset, query_aware.value_preset(preset)
 
 
-def _layer(name: str, shape: ModelShape, arrays: dict[str, mx.array], at: int) -> LayerCodecs:
-    """The codecs of a layer that were fitted, ``name`` being the keys'."""
+def _check_pair(key: str, value: str) -> None:
+    """Refuse names that no layer can have.
+
+    Raises:
+        ValueError: An unknown name, or two that do not go together.
+    """
+    known = {*presets.PRESETS, *vecinfer.PRESETS, *query_aware.PRESETS}
+    if unknown := sorted({str(n) for n in (key, value)} - known):
+        raise ValueError(
+            f"[Calibration] codecs must be of known presets ({', '.join(sorted(known))}), but got "
+            f"{', '.join(map(repr, unknown))}."
+        )
+    if value in query_aware.PRESETS:
+        raise ValueError(
+            f"[Calibration] values must have another codec than the keys' {value}, but got it for "
+            f"values, with {key} for keys."
+        )
+    if key != value and (key in vecinfer.PRESETS or value in vecinfer.PRESETS):
+        raise ValueError(
+            "[Calibration] keys and values of a layer must have the same VecInfer preset or none, "
+            f"but got {key} and {value}."
+        )
+
+
+def _smooth(shape: ModelShape, arrays: dict[str, mx.array], at: int) -> mx.array:
     smooth = _checked(arrays, at, _LAYER[0], (shape.kv_heads, shape.key_dim))
     if not (smooth > 0).all():
         raise ValueError(f"{_LAYER[0]} must be positive, but its least value is {smooth.min()}")
-    if name in query_aware.PRESETS:
-        pair = query_aware.build(name, smooth, shape.key_dim, shape.value_dim)
-        return LayerCodecs(*pair)
+    return smooth
+
+
+def _query_aware(name: str, shape: ModelShape, arrays: dict[str, mx.array], at: int) -> Codec:
+    """The codec of a layer's keys."""
+    query_aware.check_width(name, shape.key_dim)
+    return query_aware.key_codec(name, _smooth(shape, arrays, at))
+
+
+def _fitted(name: str, shape: ModelShape, arrays: dict[str, mx.array], at: int) -> LayerCodecs:
+    """VecInfer's codecs of a layer."""
+    smooth = _smooth(shape, arrays, at)
     spec = vecinfer.PRESETS[name]
     heads, rows = shape.kv_heads if spec.per_head else 1, 1 << spec.codebook_bits
     books = [

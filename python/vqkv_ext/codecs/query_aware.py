@@ -59,9 +59,13 @@ def build(
         ValueError: A head dimension the method cannot take.
     """
     check_width(name, key_width)
-    return key_codec(name, smooth), presets.codec(
-        f"trellis-{PRESETS[name]}bit", value_width, "value"
-    )
+    return key_codec(name, smooth), presets.codec(value_preset(name), value_width, "value")
+
+
+def value_preset(name: str) -> str:
+    """The preset that values have beside keys of a preset: trellis codes of the same size where
+    keys are query-aware, else the preset itself."""
+    return f"trellis-{PRESETS[name]}bit" if name in PRESETS else name
 
 
 def key_codec(name: str, smooth: mx.array) -> TrellisCodec:
