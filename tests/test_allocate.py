@@ -14,10 +14,12 @@ from test_cli import fails, save_model
 from vqkv_ext import cli
 from vqkv_ext.adapters import allocate as module
 from vqkv_ext.adapters import sharding
-from vqkv_ext.adapters.allocate import CANDIDATES, Part, allocate, build, choose, measure
+from vqkv_ext.adapters.allocate import Part, allocate, build, choose, measure
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache
 from vqkv_ext.codecs import Calibration, presets
 from vqkv_ext.evaluation import compare
+
+TRELLIS = tuple(f"trellis-{bits}bit" for bits in (1, 2, 3, 4))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def parts(model) -> list[Part]:
-    return measure(model, tiny.ids(300))
+    return measure(model, tiny.ids(300), TRELLIS)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -61,7 +63,7 @@ def test_parts_are_what_the_model_loses(model, parts):
         assert part.kl.keys() == {"trellis"}
         assert part.kl["trellis"] == pytest.approx(found.kl, rel=0.02)
         assert part.kl["trellis"] > 0
-        errors = [part.errors[n] for n in CANDIDATES]
+        errors = [part.errors[n] for n in TRELLIS]
         assert errors[0] == 1 and errors == sorted(errors, reverse=True)
         assert errors[3] < 0.05
         assert part.loss("trellis-2bit") == part.kl["trellis"] * errors[1]
@@ -90,10 +92,10 @@ def test_budget_is_kept_and_used(model, parts):
 
 
 def test_layers_that_matter_get_more(model):
-    codecs = {s: {n: presets.codec(n, 64, s) for n in CANDIDATES} for s in ("key", "value")}
+    codecs = {s: {n: presets.codec(n, 64, s) for n in TRELLIS} for s in ("key", "value")}
 
     def part(layer, side, kl):
-        errors = dict(zip(CANDIDATES, (1, 0.3, 0.08, 0.02), strict=True))
+        errors = dict(zip(TRELLIS, (1, 0.3, 0.08, 0.02), strict=True))
         return Part(layer, side, codecs[side], {"trellis": kl}, errors)
 
     parts = [part(0, "key", 1.0), part(0, "value", 0.1), part(1, "key", 1.0), part(1, "value", 0)]

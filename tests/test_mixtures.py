@@ -16,7 +16,7 @@ from test_query_aware import pair_weights, watched
 from vqkv_ext import cli
 from vqkv_ext.adapters import allocate as module
 from vqkv_ext.adapters import sharding
-from vqkv_ext.adapters.allocate import Part, allocate, build, measure
+from vqkv_ext.adapters.allocate import Part, allocate, build, default_candidates, measure
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
 from vqkv_ext.adapters.query_statistics import LayerStatistics, key_factors, statistics
 from vqkv_ext.adapters.serialization import load_prompt_cache, save_prompt_cache
@@ -231,6 +231,8 @@ def test_ranks(mixture):
 
 def test_errors(model):
     odd = writing.llama(head_dim=72)
+    assert default_candidates(model_shape(model)) == tuple(AWARE)
+    assert default_candidates(model_shape(odd)) == tuple(f"trellis-{b}bit" for b in (1, 2, 3, 4))
     with pytest.raises(ValueError, match=r"\[query-aware-2bit\] head_dim must be .* got 72"):
         allocate(odd, TEXT, 2.5, candidates=["query-aware-2bit"])
     with pytest.raises(ValueError, match=r"at least 1\.4\d\d bits .* query-aware-1bit.* got 1\.3"):

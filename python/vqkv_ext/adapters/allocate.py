@@ -25,13 +25,13 @@ from ..cache import CompressedKVCache
 from ..codecs import Calibration, Codec, LayerCodecs, presets, query_aware
 from ..codecs.calibration import ModelShape
 from ..codecs.half import HalfCodec
+from ..codecs.transforms import has_hadamard
 from ..evaluation import compare
 from .calibrate import LEAST_TOKENS, Progress
 from .layers import CacheSlot, Place, cache_slots, replaced
 from .mlx_lm import model_shape
 from .query_statistics import statistics
 
-CANDIDATES = ("trellis-1bit", "trellis-2bit", "trellis-3bit", "trellis-4bit")
 PRESETS = (*presets.PRESETS, *query_aware.PRESETS)
 """Names that can be candidates."""
 
@@ -65,6 +65,13 @@ class Part:
         return self.kl[method(name)] * self.errors[name]
 
 
+def default_candidates(shape: ModelShape) -> tuple[str, ...]:
+    """Query-aware presets of all sizes, or trellis ones where the heads have no Hadamard matrix."""
+    if has_hadamard(shape.key_dim):
+        return tuple(query_aware.PRESETS)
+    return tuple(n for n in presets.PRESETS if method(n) == "trellis")
+
+
 def method(name: str) -> str:
     """That of a preset, which has it in several sizes: ``"trellis"`` of ``"trellis-2bit"``."""
     return name.rpartition("-")[0] or name
@@ -75,7 +82,7 @@ def allocate(
     tokens: Sequence[int],
     budget: float,
     *,
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] | None = None,
     chunk: int = 128,
     reading: Progress | None = None,
     progress: Progress | None = None,
@@ -87,7 +94,8 @@ def allocate(
         tokens: Calibration text, 256 tokens or more; the model reads it once for each part.
         budget: Most stored bits per number, scales and centres included, on average over all
             layers, of tokens beyond the windows.
-        candidates: Of :data:`PRESETS`; query-aware ones are fitted to the same text.
+        candidates: Of :data:`PRESETS`; query-aware ones are fitted to the same text. By default
+            those of :func:`default_candidates`.
         chunk: Tokens per forward pass.
         reading: Called while keys and values are collected, with tokens.
         progress: Called with the parts measured and their total.
@@ -193,7 +201,7 @@ def choose(
 def measure(
     model: nn.Module,
     tokens: Sequence[int],
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] | None = None,
     *,
     chunk: int = 128,
     reading: Progress | None = None,
@@ -204,6 +212,8 @@ def measure(
     Args and errors: as for :func:`allocate`.
     """
     shape = model_shape(model)
+    if candidates is None:
+        candidates = default_candidates(shape)
     check_budget(shape, math.inf, candidates)
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _LEAST_TOKENS = 256
 _FITTED = "query-aware-2bit"
-_CANDIDATES = ("trellis-1bit", "trellis-2bit", "trellis-3bit", "trellis-4bit")
 _TOKENS = {"fit": 2048, "allocate": 1024}
 
 
@@ -68,9 +67,10 @@ def add(commands: Any) -> None:
         nargs="+",
         choices=(*FREE, *QUERY_AWARE),
         metavar="PRESET",
-        default=_CANDIDATES,
+        default=argparse.SUPPRESS,
         help="with --budget: the presets to choose from; query-aware ones have keys fitted to the "
-        "text, and trellis codes of the same size for values",
+        "text, and trellis codes of the same size for values (default: query-aware ones of all "
+        "sizes, or trellis ones where the heads have no Hadamard matrix)",
     )
     fit.add_argument(
         "--tokens",
@@ -110,11 +110,13 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = load_model(args.model)
     tokens = first_tokens(tokenizer, text, args.text, most, _LEAST_TOKENS)
     if budget is not None:
-        from ..adapters.allocate import check_budget
+        from ..adapters.allocate import check_budget, default_candidates
         from ..adapters.mlx_lm import model_shape
 
         try:
-            check_budget(model_shape(model), budget, args.candidates)
+            shape = model_shape(model)
+            candidates = getattr(args, "candidates", default_candidates(shape))
+            check_budget(shape, budget, candidates)
         except ValueError as e:
             raise InputError(f"--budget {budget:g}: {e}") from e
     with Progress(console=errors, transient=True) as bars:
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
                 model,
                 tokens,
                 budget,
-                candidates=args.candidates,
+                candidates=candidates,
                 reading=read,
                 progress=fitted,
             )
