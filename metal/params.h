@@ -117,15 +117,15 @@ struct HadamardParams {
 
 struct HadamardQuantizeParams {
   long rows;
-  long seq;     // rows of a sequence: those of one head, and of one centre if `frozen`
-  int heads;    // of the signs
-  int dtype;    // HadamardType
-  int bits;     // 1, 2, 3, 4 or 8
-  int bytes;    // per row, packed
-  int kind;     // HadamardScale
-  int block;    // rows that share a centre which is computed, or 0
-  int frozen;   // 1: the centre of every sequence is given
-  int wide;     // 1: rows of x, signs and centres begin on multiples of 16 bytes, if D is one of 32
+  long seq;    // rows of a sequence: those of one head, and of one centre if `frozen`
+  int heads;   // of the signs
+  int dtype;   // HadamardType
+  int bits;    // 1, 2, 3, 4 or 8
+  int bytes;   // per row, packed
+  int kind;    // HadamardScale
+  int block;   // rows that share a centre which is computed, or 0
+  int frozen;  // 1: the centre of every sequence is given
+  int wide;    // 1: rows of x, signs and centres begin on multiples of 16 bytes, if D is one of 32
   // The rows are multiplied by scale, 1 / sqrt(D), as centres are subtracted; without centres scale
   // is 1, and unit, otherwise 1, makes up for it.
   float scale;
