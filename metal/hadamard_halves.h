@@ -31,7 +31,7 @@ METAL_FUNC void hadamard_quads_rows(device const uchar* x, device const float* s
     if (!last)
       hadamard_quad_words<D>(words, x, metal::min(next, p.rows - 1), lane, true);
     const HadamardSums sums =
-        hadamard_encode_by<D, 4, HADAMARD_BY_CELL>(v, table, packed, row, at < p.rows, lane, p);
+        hadamard_encode<D, 4>(v, HADAMARD_BY_CELL, table, packed, row, at < p.rows, lane, p);
     hadamard_keep<4>(kept, sums, at, pass, last, scales, lane, p);
     at = next;
   }

@@ -120,11 +120,12 @@ METAL_FUNC bfloat hadamard_scale(HadamardSums s, constant HadamardQuantizeParams
   return bfloat(hadamard_row_scale(p.kind, s.norm2, s.dot, s.square, p.root) * p.unit);
 }
 
-// Codes of the row v by one kind of search, stored if the row is `live`.
-template <int D, int LANES, int SEARCH>
-METAL_FUNC HadamardSums hadamard_encode_by(thread const float* v, threadgroup const float* table,
-                                           device uchar* packed, long row, bool live, uint lane,
-                                           constant HadamardQuantizeParams& p) {
+// Codes of the row v by a kind of search, stored if the row is `live`.
+template <int D, int LANES>
+METAL_FUNC HadamardSums hadamard_encode(thread const float* v, int search,
+                                        threadgroup const float* table, device uchar* packed,
+                                        long row, bool live, uint lane,
+                                        constant HadamardQuantizeParams& p) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
   float part[KEPT], dots[KEPT], squares[KEPT];
   UNROLL
@@ -140,22 +141,18 @@ METAL_FUNC HadamardSums hadamard_encode_by(thread const float* v, threadgroup co
   const float factor = sums.norm2 > 0.0f ? p.root / metal::sqrt(sums.norm2) : 0.0f;
   const bool finite = metal::isfinite(sums.norm2);
   device uchar* bytes = packed + row * p.bytes;
-  hadamard_codes<D, LANES, SEARCH>(v, factor, finite, table, bytes, live, lane, p, dots, squares);
+  if (search == HADAMARD_BY_CELL)
+    hadamard_codes<D, LANES, HADAMARD_BY_CELL>(v, factor, finite, table, bytes, live, lane, p, dots,
+                                               squares);
+  else if (search == HADAMARD_BY_TREE)
+    hadamard_codes<D, LANES, HADAMARD_BY_TREE>(v, factor, finite, table, bytes, live, lane, p, dots,
+                                               squares);
+  else
+    hadamard_codes<D, LANES, HADAMARD_BY_WIDE_TREE>(v, factor, finite, table, bytes, live, lane, p,
+                                                    dots, squares);
   sums.dot = hadamard_sum<LANES>(dots);
   sums.square = hadamard_sum<LANES>(squares);
   return sums;
-}
-
-template <int D, int LANES>
-METAL_FUNC HadamardSums hadamard_encode(thread const float* v, threadgroup const float* table,
-                                        device uchar* packed, long row, bool live, uint lane,
-                                        constant HadamardQuantizeParams& p) {
-  const int search = hadamard_search(table, p.bits);
-  if (search == HADAMARD_BY_CELL)
-    return hadamard_encode_by<D, LANES, HADAMARD_BY_CELL>(v, table, packed, row, live, lane, p);
-  if (search == HADAMARD_BY_TREE)
-    return hadamard_encode_by<D, LANES, HADAMARD_BY_TREE>(v, table, packed, row, live, lane, p);
-  return hadamard_encode_by<D, LANES, HADAMARD_BY_WIDE_TREE>(v, table, packed, row, live, lane, p);
 }
 
 // The scales of as many rows as there are lanes are left to a lane each.
@@ -208,8 +205,8 @@ METAL_FUNC void hadamard_quantize_rows(device const uchar* x, device const float
       for (int i = 0; i < VALUES; i++)
         v[i] -= centre[i] * unit;
     }
-    const HadamardSums sums =
-        hadamard_encode<D, LANES>(v, table, packed, row, at < p.rows, lane, p);
+    const HadamardSums sums = hadamard_encode<D, LANES>(v, hadamard_search(table, p.bits), table,
+                                                        packed, row, at < p.rows, lane, p);
     hadamard_keep<LANES>(kept, sums, at, pass, left <= groups, scales, lane, p);
   }
 }
@@ -350,7 +347,8 @@ kernel void hadamard_quantize_blocks(
     for (int i = 0; i < E * KEPT; i++)
       v[i] -= shared[32 * (i / KEPT) + KEPT * int(lane % LANES) + i % KEPT];
     const bool live = t0 + mine < p.block;
-    const HadamardSums sums = hadamard_encode<D, LANES>(v, table, packed, row, live, lane, p);
+    const HadamardSums sums = hadamard_encode<D, LANES>(v, hadamard_search(table, p.bits), table,
+                                                        packed, row, live, lane, p);
     if (live && lane % LANES == 0)
       scales[row] = hadamard_scale(sums, p);
   }
