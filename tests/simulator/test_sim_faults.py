@@ -89,7 +89,7 @@ def test_foreign_faults_reach_the_previous_handler(library: Path) -> None:
         "faulthandler.enable()\n"
         "s, o = Simulator(sys.argv[1]), numpy.zeros(64, numpy.float32)\n"
         "try: s.launch('bad_write_after', [o], numpy.uint32(64).tobytes(), [1], 64)\n"
-        "except Exception as e: print(e)\n"
+        "except Exception as e: print(e, flush=True)\n"
         "ctypes.string_at(8)\n"
     )
     r = subprocess.run(
