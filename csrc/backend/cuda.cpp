@@ -88,14 +88,12 @@ class Kernels {
   uint32_t resident_blocks(CUfunction function, uint32_t threads, uint32_t shared_bytes) {
     auto [it, added] = resident_blocks_.try_emplace(function, 0);
     if (added) {
-      CUdevice device;
-      int blocks = 0, cores = 0;
+      int blocks = 0;
       check(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
                                                         static_cast<int>(threads), shared_bytes),
             "the occupancy of a CUDA kernel");
-      check(cuCtxGetDevice(&device), "the current CUDA device");
-      check(cuDeviceGetAttribute(&cores, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device),
-            "the multiprocessors of the CUDA device");
+      const int cores = device_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                                         "the multiprocessors of the CUDA device");
       it->second = static_cast<uint32_t>(std::max(blocks * cores, 1));
     }
     return it->second;
@@ -104,18 +102,22 @@ class Kernels {
   /** The shared memory that a block of the current device may have. */
   uint32_t most_shared_bytes() {
     if (!most_shared_bytes_) {
-      CUdevice device;
-      int most = 0;
-      check(cuCtxGetDevice(&device), "the current CUDA device");
-      check(cuDeviceGetAttribute(&most, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-                                 device),
-            "the shared memory of the CUDA device");
-      most_shared_bytes_ = static_cast<uint32_t>(most);
+      most_shared_bytes_ = static_cast<uint32_t>(
+          device_attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                           "the shared memory of the CUDA device"));
     }
     return most_shared_bytes_;
   }
 
  private:
+  static int device_attribute(CUdevice_attribute attribute, const char* what) {
+    CUdevice device;
+    int value = 0;
+    check(cuCtxGetDevice(&device), "the current CUDA device");
+    check(cuDeviceGetAttribute(&value, attribute, device), what);
+    return value;
+  }
+
   uint32_t most_shared_bytes_ = 0;
   std::unordered_map<CUfunction, uint32_t> most_threads_, resident_blocks_;
   std::vector<CUmodule> modules_;

@@ -11,18 +11,18 @@ constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
 // it sets up.
 constexpr int64_t kTiles = 4, kThreadgroups = 1024;
 
-/** Is it a call for the kernel of metal/hadamard_halves.h? */
-bool takes_halves(const HadamardQuantizeParams& p, int width) {
-  return !p.block && !p.frozen && p.wide && p.dtype != HADAMARD_FLOAT &&
-         (width == 32 || width == 64 || width == 128);
-}
-
 /** Rows of a simdgroup that quantises, 32 / HADAMARD_LANES of metal/hadamard_quantize.h. */
 int64_t rows_of_simdgroup(int width) {
   if (hadamard_order(width) > 1 || width < 32 || width > 512) {
     return 1;
   }
   return width <= 128 ? 8 : 1024 / width;
+}
+
+/** Is it a call for the kernel of metal/hadamard_halves.h? Its simdgroups have 8 rows. */
+bool takes_halves(const HadamardQuantizeParams& p, int width) {
+  return !p.block && !p.frozen && p.wide && p.dtype != HADAMARD_FLOAT &&
+         rows_of_simdgroup(width) == 8;
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "hadamard/op.h"
 
 #include <cmath>
+#include <utility>
 
 #include "contiguous.h"
 #include "hadamard/primitive.h"
