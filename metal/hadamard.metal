@@ -39,10 +39,11 @@ HADAMARD(224, 28)
 HADAMARD(448, 28)
 HADAMARD(896, 28)
 
-// Of 128 channels two, of 128 registers: fewer cost more than twice the threads gain.
-#define HALVES(D, GROUPS) \
-  instantiate_kernel_groups(hadamard_quantize_halves_##D, 256, GROUPS, hadamard_quantize_halves, D)
+// Registers for as many threadgroups as spill nothing.
+#define HALVES(D, GROUPS)                                                                     \
+  instantiate_kernel_groups(hadamard_quantize_halves_##D, 32 * HADAMARD_HALVES_SIMDS, GROUPS, \
+                            hadamard_quantize_halves, D)
 
-HALVES(32, 3)
-HALVES(64, 3)
-HALVES(128, 2)
+HALVES(32, 6)
+HALVES(64, 6)
+HALVES(128, 5)

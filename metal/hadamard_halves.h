@@ -5,6 +5,8 @@
 
 #include "hadamard_quantize.h"
 
+#define HADAMARD_HALVES_SIMDS 4
+
 #if QUAD_MATRICES
 
 // With signs +-1, and levels found by cells. A row is read while that before it is coded.
@@ -13,26 +15,28 @@ METAL_FUNC void hadamard_quads_rows(device const uchar* x, device const float* s
                                     threadgroup const float* table, device uchar* packed,
                                     device bfloat* scales, uint group, uint lane, uint sg,
                                     constant HadamardQuantizeParams& p) {
-  constexpr int ROWS = 8, TILE = ROWS * HADAMARD_SIMDGROUPS;
-  const int groups = threadgroups_in_grid(p.groups);
-  long at = long(group) * TILE + sg * ROWS + lane / 4;
-  uint words[HADAMARD_WORDS(D)], flips[HADAMARD_FLIPS(D)];
-  hadamard_quad_words<D>(words, x, metal::min(at, p.rows - 1), lane, true);
-  HadamardKept kept = {};
+  constexpr int ROWS = 8, TILE = ROWS * HADAMARD_HALVES_SIMDS;
+  const int groups = threadgroups_in_grid(p.groups), step = groups * TILE, rows = int(p.rows);
+  int at = int(group) * TILE + int(sg * ROWS + lane / 4);
+  uint words[HADAMARD_WORDS(D)], flips[HADAMARD_FLIPS(D)], rights[8];
+  hadamard_quad_words<D>(words, x, metal::min(at, rows - 1), lane, true);
+  hadamard_quad_matrices<T>(rights, lane);
+  UNROLL
+  for (int i = 0; i < 8; i++)  // a compiler that sees how they differ copies them at every use
+    rights[i] = metal::simd_shuffle(rights[i], ushort(lane));
+  HadamardSums kept = {};
   int pass = 0;
   for (int left = p.tiles - int(group); left > 0; left -= groups, pass++) {
-    const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
-    const bool last = left <= groups;
+    const int row = metal::min(at, rows - 1);  // lanes past the end repeat the last
     if (pass == 0 || p.heads > 1)
       hadamard_flips<D, 1, 4>(flips, signs, row, lane, p);
     float v[D / 4];
-    hadamard_by_quads<D, T>(v, words, flips, lane, 1.0f);
-    const long next = at + long(groups) * TILE;
-    if (!last)
-      hadamard_quad_words<D>(words, x, metal::min(next, p.rows - 1), lane, true);
+    hadamard_by_quads<D, T>(v, words, flips, rights, 1.0f);
+    const int next = at + step;
+    hadamard_quad_words<D>(words, x, metal::min(next, rows - 1), lane, true);
     const HadamardSums sums =
-        hadamard_encode<D, 4>(v, HADAMARD_BY_CELL, table, packed, row, at < p.rows, lane, p);
-    hadamard_keep<4>(kept, sums, at, pass, last, scales, lane, p);
+        hadamard_encode<D, 4>(v, HADAMARD_BY_CELL, table, packed, row, at < rows, lane, p);
+    hadamard_keep<4>(kept, sums, at, step, pass, left <= groups, scales, lane, p);
     at = next;
   }
 }
@@ -47,7 +51,7 @@ kernel void hadamard_quantize_halves(
     uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
   threadgroup_array(float, table, HADAMARD_TABLE);
-  hadamard_table(table, centroids, tid, p.bits);
+  hadamard_table<D, 32 * HADAMARD_HALVES_SIMDS>(table, centroids, tid, p.bits, p.root);
   const bool quads = hadamard_has_quads<D, 1, 4>(signs, lane, p);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #if QUAD_MATRICES
@@ -59,6 +63,6 @@ kernel void hadamard_quantize_halves(
     return;
   }
 #endif
-  hadamard_quantize_rows<D, 1, 4>(x, signs, 0, 0, false, table, quads, packed, scales, tgid.x, lane,
-                                  sg, p);
+  hadamard_quantize_rows<D, 1, 4, HADAMARD_HALVES_SIMDS>(x, signs, 0, 0, false, table, quads,
+                                                         packed, scales, tgid.x, lane, sg, p);
 }

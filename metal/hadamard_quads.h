@@ -32,14 +32,19 @@ METAL_FUNC bool hadamard_plain_signs(device const float* signs, int heads, uint 
   return true;
 }
 
-// Two entries of a column of the right matrix, +-1 each: of bits 0 (the pair), 3 and 4 of the
-// channel.
+// The right matrices: their halves +- a matrix of order 8, the signs bits 0 and 1 of c. Of a column
+// of that a lane has two entries, of bits 0 (the pair), 3 and 4 of the channel.
 template <typename T>
-METAL_FUNC uint hadamard_quad_matrix(uint lane) {
+METAL_FUNC void hadamard_quad_matrices(thread uint* right, uint lane) {
   const uint row = lane % 4, column = lane / 4;  // bits 3 and 4 | bits 0, 3 and 4
   const uint one = as_type<ushort>(T(1.0f));
   const uint sign = (metal::popcount(row & (column / 2)) & 1) << 15;
-  return (one | sign) | (one | (sign ^ (column % 2) << 15)) << 16;
+  const uint plus = (one | sign) | (one | (sign ^ (column % 2) << 15)) << 16;
+  UNROLL
+  for (int c = 0; c < 4; c++) {
+    right[2 * c] = c % 2 != 0 ? plus ^ 0x80008000u : plus;
+    right[2 * c + 1] = c / 2 != 0 ? plus ^ 0x80008000u : plus;
+  }
 }
 
 // What the lane holds of a row of x, in pairs.
@@ -60,17 +65,18 @@ METAL_FUNC void hadamard_quad_words(thread uint* words, device const uchar* x, l
   }
 }
 
-// The row of `words`, which it changes.
+// The row of `words`.
 template <int D, typename T>
-METAL_FUNC void hadamard_by_quads(thread float* v, thread uint* words, thread const uint* flips,
-                                  uint lane, float scale) {
+METAL_FUNC void hadamard_by_quads(thread float* v, thread const uint* words,
+                                  thread const uint* flips, thread const uint* rights,
+                                  float scale) {
   typedef vec<T, 2> Pair;
   constexpr int E = D / 32;
   constexpr int HALF = E > 1 ? E / 2 : 1;
+  uint turned[8 * HALF];
   UNROLL
   for (int i = 0; i < 8 * HALF; i++)
-    words[i] = i < 4 * E ? words[i] ^ (flips[i / 16] << (i % 16) & 0x80008000u) : 0;
-  const uint plus = hadamard_quad_matrix<T>(lane), minus = plus ^ 0x80008000u;
+    turned[i] = i < 4 * E ? words[i] ^ (flips[i / 16] << (i % 16) & 0x80008000u) : 0;
   UNROLL
   for (int n = 0; n < 4 * HALF; n++) {  // bits 1 and 2 of the channels of the sums, and r
     float2 sum[2];
@@ -79,11 +85,10 @@ METAL_FUNC void hadamard_by_quads(thread float* v, thread uint* words, thread co
       Pair left[4];
       UNROLL
       for (int i = 0; i < 4; i++)
-        left[i] = as_type<Pair>(words[4 * (k / 2 + i / 2 * HALF) + 2 * (k % 2) + i % 2]);
-      const bool first = (metal::popcount(uint(k & (n / 2))) & 1) != 0,
-                 second = first != (n % 2 != 0);
-      const Pair right[2] = {as_type<Pair>(first ? minus : plus),
-                             as_type<Pair>(second ? minus : plus)};
+        left[i] = as_type<Pair>(turned[4 * (k / 2 + i / 2 * HALF) + 2 * (k % 2) + i % 2]);
+      const int first = metal::popcount(uint(k & (n / 2))) & 1, second = first ^ n % 2;
+      const Pair right[2] = {as_type<Pair>(rights[2 * (first + 2 * second)]),
+                             as_type<Pair>(rights[2 * (first + 2 * second) + 1])};
       if (k == 0)
         quad_multiply(sum, left, right);
       else
@@ -144,12 +149,15 @@ METAL_FUNC void hadamard_rotate(thread float* v, device const uchar* x, device c
 #if QUAD_MATRICES
   if constexpr (HADAMARD_QUADS(D, M, LANES)) {
     if (quads) {
-      uint words[HADAMARD_WORDS(D)];
+      uint words[HADAMARD_WORDS(D)], rights[8];
       hadamard_quad_words<D>(words, x, row, lane, p.wide != 0);
-      if (p.dtype == HADAMARD_HALF)
-        hadamard_by_quads<D, half>(v, words, flips, lane, p.scale);
-      else
-        hadamard_by_quads<D, bfloat>(v, words, flips, lane, p.scale);
+      if (p.dtype == HADAMARD_HALF) {
+        hadamard_quad_matrices<half>(rights, lane);
+        hadamard_by_quads<D, half>(v, words, flips, rights, p.scale);
+      } else {
+        hadamard_quad_matrices<bfloat>(rights, lane);
+        hadamard_by_quads<D, bfloat>(v, words, flips, rights, p.scale);
+      }
       return;
     }
   }

@@ -61,7 +61,7 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
                                uint lane, constant HadamardQuantizeParams& p, thread float* dots,
                                thread float* squares) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES, JOINED = KEPT < 8 ? 8 / KEPT : 1;
-  const HadamardLevels levels = hadamard_levels<SEARCH>(table);
+  const HadamardLevels levels = hadamard_levels<SEARCH>(table, factor);
   const int first = int(lane % LANES);
   uint words[E];  // from the second code on four times that
   UNROLL
@@ -76,7 +76,7 @@ METAL_FUNC void hadamard_codes(thread const float* v, float factor, bool finite,
       const float x = v[r * KEPT + k];
       const bool inside = D % 32 == 0 || c < D;
       float level;
-      uint code4 = hadamard_code<SEARCH>(x * factor, levels, level);
+      uint code4 = hadamard_code<D, SEARCH>(x, levels, level);
       if (!inside) {
         code4 = 0;
         level = 0.0f;
@@ -122,9 +122,8 @@ METAL_FUNC bfloat hadamard_scale(HadamardSums s, constant HadamardQuantizeParams
 
 // Codes of the row v by a kind of search, stored if the row is `live`.
 template <int D, int LANES>
-METAL_FUNC HadamardSums hadamard_encode(thread const float* v, int search,
-                                        threadgroup const float* table, device uchar* packed,
-                                        long row, bool live, uint lane,
+METAL_FUNC HadamardSums hadamard_encode(thread float* v, int search, threadgroup const float* table,
+                                        device uchar* packed, long row, bool live, uint lane,
                                         constant HadamardQuantizeParams& p) {
   constexpr int E = (D + 31) / 32, KEPT = 32 / LANES;
   float part[KEPT], dots[KEPT], squares[KEPT];
@@ -140,6 +139,12 @@ METAL_FUNC HadamardSums hadamard_encode(thread const float* v, int search,
   sums.norm2 = hadamard_sum<LANES>(part);
   const float factor = sums.norm2 > 0.0f ? p.root / metal::sqrt(sums.norm2) : 0.0f;
   const bool finite = metal::isfinite(sums.norm2);
+  if (sums.norm2 < 1.0e-40f) {  // too few bits: a value may seem to be longer than its row
+    const float most = metal::sqrt(sums.norm2);
+    UNROLL
+    for (int i = 0; i < E * KEPT; i++)
+      v[i] = metal::clamp(v[i], -most, most);
+  }
   device uchar* bytes = packed + row * p.bytes;
   if (search == HADAMARD_BY_CELL)
     hadamard_codes<D, LANES, HADAMARD_BY_CELL>(v, factor, finite, table, bytes, live, lane, p, dots,
@@ -155,28 +160,25 @@ METAL_FUNC HadamardSums hadamard_encode(thread const float* v, int search,
   return sums;
 }
 
-// The scales of as many rows as there are lanes are left to a lane each.
-struct HadamardKept {
-  HadamardSums sums;
-  long row;
-};
-
+// The scales of as many rows as there are lanes are left to a lane each: `step` is from one of a
+// lane's rows to the next.
 template <int LANES>
-METAL_FUNC void hadamard_keep(thread HadamardKept& kept, HadamardSums sums, long row, int pass,
-                              bool last, device bfloat* scales, uint lane,
+METAL_FUNC void hadamard_keep(thread HadamardSums& kept, HadamardSums sums, long row, long step,
+                              int pass, bool last, device bfloat* scales, uint lane,
                               constant HadamardQuantizeParams& p) {
   const int mine = int(lane % LANES), now = pass % LANES;
-  if (mine == now) {
-    kept.sums = sums;
-    kept.row = row;
+  if (mine == now)
+    kept = sums;
+  if (last || now == LANES - 1) {
+    const long its = row - (now - mine) * step;
+    if (mine <= now && its < p.rows)
+      scales[its] = hadamard_scale(kept, p);
   }
-  if ((last || now == LANES - 1) && mine <= now && kept.row < p.rows)
-    scales[kept.row] = hadamard_scale(kept.sums, p);
 }
 
-// LANES lanes per row. The threadgroups take tiles of rows in turns. With `centred` every sequence
-// has a centre [D] and its unit.
-template <int D, int M, int LANES>
+// LANES lanes per row. The threadgroups, of SIMDS simdgroups, take tiles of rows in turns. With
+// `centred` every sequence has a centre [D] and its unit.
+template <int D, int M, int LANES, int SIMDS>
 METAL_FUNC void hadamard_quantize_rows(device const uchar* x, device const float* signs,
                                        device const char* centres,
                                        device const bfloat* centre_scales, bool centred,
@@ -186,10 +188,10 @@ METAL_FUNC void hadamard_quantize_rows(device const uchar* x, device const float
   constexpr int VALUES = (D + 31) / 32 * (32 / LANES), ROWS = 32 / LANES;
   const int groups = threadgroups_in_grid(p.groups);
   uint flips[HADAMARD_FLIPS(D)] = {};
-  HadamardKept kept = {};
+  HadamardSums kept = {};
   int pass = 0;
   for (int left = p.tiles - int(group); left > 0; left -= groups, pass++) {
-    const long at = (long(p.tiles - left) * HADAMARD_SIMDGROUPS + sg) * ROWS + lane / LANES;
+    const long at = (long(p.tiles - left) * SIMDS + sg) * ROWS + lane / LANES;
     const long row = metal::min(at, p.rows - 1);  // lanes past the end repeat the last
     float v[VALUES];
     if (quads && (pass == 0 || p.heads > 1))
@@ -207,7 +209,8 @@ METAL_FUNC void hadamard_quantize_rows(device const uchar* x, device const float
     }
     const HadamardSums sums = hadamard_encode<D, LANES>(v, hadamard_search(table, p.bits), table,
                                                         packed, row, at < p.rows, lane, p);
-    hadamard_keep<LANES>(kept, sums, at, pass, left <= groups, scales, lane, p);
+    hadamard_keep<LANES>(kept, sums, at, long(groups) * (SIMDS * ROWS), pass, left <= groups,
+                         scales, lane, p);
   }
 }
 
@@ -220,11 +223,12 @@ kernel void hadamard_quantize(
     uint3 tgid [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
   threadgroup_array(float, table, HADAMARD_TABLE);
-  hadamard_table(table, centroids, tid, p.bits);
+  hadamard_table<D, 32 * HADAMARD_SIMDGROUPS>(table, centroids, tid, p.bits, p.root);
   const bool quads = hadamard_has_quads<D, M, LANES>(signs, lane, p);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  hadamard_quantize_rows<D, M, LANES>(x, signs, centres, centre_scales, p.frozen != 0, table, quads,
-                                      packed, scales, tgid.x, lane, sg, p);
+  hadamard_quantize_rows<D, M, LANES, HADAMARD_SIMDGROUPS>(x, signs, centres, centre_scales,
+                                                           p.frozen != 0, table, quads, packed,
+                                                           scales, tgid.x, lane, sg, p);
 }
 
 // Adds the rows of a simdgroup that are below `rows`, the even ones to low and the odd ones to
@@ -301,7 +305,7 @@ kernel void hadamard_quantize_blocks(
       hadamard_gather<D, LANES>(low, high, v, (threadgroup float*)stages + sg * KEPT * 36, lane,
                                 rows);
   }
-  hadamard_table(table, centroids, tid, p.bits);
+  hadamard_table<D, 32 * HADAMARD_SIMDGROUPS>(table, centroids, tid, p.bits, p.root);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = 0; r < E; r++)
     low[r] += high[r];

@@ -10,8 +10,9 @@ struct VqParams {
   int groups;
   int dims;
   int rows;
-  int per_head;   // 1: a codebook for each head
-  int per_group;  // 1: a codebook for each group of the head dimension
+  int per_head;      // 1: a codebook for each head
+  int per_group;     // 1: a codebook for each group of the head dimension
+  int threadgroups;  // along the first axis
 };
 
 // How the codes of one token are read: a bit stream of `bytes` bytes; entry t is the `window` bits

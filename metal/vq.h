@@ -74,6 +74,28 @@ METAL_FUNC void vq_search_all(thread const float* v, thread float& best, thread 
   }
 }
 
+// The same among VQ_GROUP rows from `from` on.
+template <int D>
+METAL_FUNC void vq_search_group(thread const float* v, thread float& best, thread uint& code,
+                                threadgroup const float4* stage, int from, int k0, uint lane) {
+  float d[VQ_GROUP], least = INFINITY;
+  UNROLL
+  for (int i = 0; i < VQ_GROUP; i++) {
+    float c[D];
+    vq_row<D>(c, stage, from + (i + int(lane)) % VQ_GROUP);  // lanes read different banks
+    d[i] = metal::min(vq_distance<D>(v, c), INFINITY);       // no NaN
+    least = metal::min(least, d[i]);
+  }
+  uint farther = 0;
+  UNROLL
+  for (int i = VQ_GROUP - 1; i >= 0; i--)
+    farther = farther << 1 | as_type<uint>(least - d[i]) >> 31;
+  const uint near = (~farther & 255) * 257 << lane % VQ_GROUP >> 8;
+  const int first = int(metal::ctz(near & 255));
+  code = least < best ? uint(k0 + from + first) : code;
+  best = metal::min(best, least);
+}
+
 // What scores |c|^2 / 2 - <x, c> of two rows may differ by though their distances, as computed, are
 // in the other order. A score is off by at most 1.5 D u (|x|^2 + |c|^2), half a distance by (D + 2)
 // u times the same, u = 2^-24; `most` is the largest |c|^2 / 2. The constant is for underflow.
@@ -133,20 +155,7 @@ METAL_FUNC void vq_search(thread const float* v, thread float* best, thread uint
   UNROLL
   for (int r = 0; r < VQ_PER_THREAD; r++) {
     if (second[r] - low[r] > vq_margin<D>(v + r * D, most)) {
-      float least = INFINITY;
-      int first = 0;
-      UNROLL
-      for (int i = 0; i < VQ_GROUP; i++) {
-        const int at = (i + int(lane)) % VQ_GROUP;  // lanes read different banks
-        float c[D];
-        vq_row<D>(c, stage, from[r] + at);
-        const float d = vq_distance<D>(v + r * D, c);
-        const bool closer = (d < least) | ((d == least) & (at < first));
-        least = closer ? d : least;
-        first = closer ? at : first;
-      }
-      code[r] = least < best[r] ? uint(k0 + from[r] + first) : code[r];
-      best[r] = metal::min(best[r], least);
+      vq_search_group<D>(v + r * D, best[r], code[r], stage, from[r], k0, lane);
     } else {
       vq_search_all<D>(v + r * D, best[r], code[r], stage, rows, k0);
     }

@@ -1,4 +1,4 @@
-#include "vq.h"
+#include "vq_quads.h"
 
 #define QUANTIZE_VQ(tname, T, cname, C, D) \
   instantiate_kernel(quantize_vq_##tname##_##cname##_##D, quantize_vq, T, C, D)
@@ -21,3 +21,14 @@
 VQ(float32, float)
 VQ(float16, half)
 VQ(bfloat16, bfloat)
+
+#if QUAD_MATRICES
+#define VQ_QUADS(tname, T, D)                                                           \
+  instantiate_kernel_groups(quantize_vq_quads_##tname##_##D, VQ_THREADS, D > 4 ? 3 : 5, \
+                            quantize_vq_quads, T, uchar, D)
+#define VQ_QUADS_OF(tname, T) VQ_QUADS(tname, T, 2) VQ_QUADS(tname, T, 4) VQ_QUADS(tname, T, 8)
+
+VQ_QUADS_OF(float32, float)
+VQ_QUADS_OF(float16, half)
+VQ_QUADS_OF(bfloat16, bfloat)
+#endif

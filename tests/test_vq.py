@@ -54,11 +54,12 @@ def test_wide_codes(rng, rows, dims, dtype):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("tokens", [9, 130])
 @pytest.mark.parametrize("per_group", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codebooks_per_head_and_group(rng, dtype, per_group):
+def test_codebooks_per_head_and_group(rng, dtype, per_group, tokens):
     heads, groups, dims = 3, 5, 4
-    x = random(rng, (2, heads, 9, groups * dims), dtype)
+    x = random(rng, (2, heads, tokens, groups * dims), dtype)
     book = random(rng, (heads, groups if per_group else 1, 64, dims))
     codes = ops.quantize_vq(x, book)
     check_codes(x, book, codes)
@@ -99,15 +100,17 @@ def test_offset_data_keeps_its_precision(rng):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("count", [200, 500])
 @pytest.mark.parametrize("dims", [2, 4, 8])
-def test_every_search_finds_the_same_rows(rng, dims):
-    """The kernels for these dims search by groups of rows; the one for wide codes row by row."""
+def test_every_search_finds_the_same_rows(rng, dims, count):
+    """The kernels for these dims search by groups of rows, of many vectors by matrices of 16 bits
+    where a GPU has them; the one for wide codes row by row."""
 
     def normal(*shape):
         return rng.standard_normal((*shape, dims)).astype(np.float32)
 
-    for rows in (1, 12, 256):
-        x, book = normal(500), normal(rows)
+    for rows in (1, 12, 40, 256):
+        x, book = normal(count), normal(rows)
         near = np.tile(normal(rows // 4 + 1), (4, 1))[:rows]
         broken = book.copy()
         broken[rows // 2], broken[rows // 3, 0] = np.nan, np.inf
@@ -117,6 +120,9 @@ def test_every_search_finds_the_same_rows(rng, dims):
             (x, near + np.float32(1e-7) * book),
             (x * 1e-20, book * 1e-20),
             (x * 1e18, book * 1e18),
+            (x * 1e4, book),  # vectors that 16 bits do not hold in units of the codebook
+            (x * rng.choice([1e-6, 1, 300], (count, 1)).astype(np.float32), book),
+            (x, np.zeros_like(book)),
             (x, broken),
         ):
             data[3, 0], data[7, 1] = np.nan, np.inf
@@ -129,15 +135,15 @@ def test_every_search_finds_the_same_rows(rng, dims):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("count", [200, 700])
 @pytest.mark.parametrize("dims", [2, 4, 8])
-def test_rows_that_scores_cannot_tell_apart(rng, dims):
+def test_rows_that_scores_cannot_tell_apart(rng, dims, count):
     """|c|^2 / 2 - <x, c> rounds away what distances show, and far rows have equal ones."""
     book = rng.standard_normal((256, dims)).astype(np.float32)
     book[100:200] = book[:100]
     book[200:250] = np.nextafter(book[:50], np.float32(9))
-    x = (book[rng.integers(0, 256, 700)] + 0.01 * rng.standard_normal((700, dims))).astype(
-        "float32"
-    )
+    x = book[rng.integers(0, 256, count)] + 0.01 * rng.standard_normal((count, dims))
+    x = x.astype(np.float32)
     x[:50] = book[:50]
     for scale, offset in ((1, 0), (1, 300), (1e-15, 0), (1e17, 0)):
         s, o = np.float32(scale), np.float32(offset)

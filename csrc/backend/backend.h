@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "launch.h"
@@ -35,6 +36,11 @@ std::string kernel_library();
 
 /** True if eval_cpu must run the Metal kernels in the simulator (VQKV_EXECUTOR=sim). */
 bool simulated();
+
+/** Whether the kernels that run have products of quads (metal/prelude.h). */
+inline bool quad_matrices() {
+  return simulated() || std::string_view(gpu_executor()) == "cuda";
+}
 
 /** True if the simulator was built in. */
 bool has_simulator();

@@ -6,7 +6,8 @@
 namespace vqkv {
 namespace {
 
-constexpr int64_t kSimdgroups = 8;  // as in metal/hadamard.h
+constexpr int64_t kSimdgroups = 8;        // as in metal/hadamard.h
+constexpr int64_t kHalvesSimdgroups = 4;  // as in metal/hadamard_halves.h
 // Where threadgroups abound each has several tiles of rows, one after the other, which share what
 // it sets up.
 constexpr int64_t kTiles = 4, kThreadgroups = 1024;
@@ -19,10 +20,13 @@ int64_t rows_of_simdgroup(int width) {
   return width <= 128 ? 8 : 1024 / width;
 }
 
+// Rows are counted in 32 bits there, one step beyond the last too.
+constexpr int64_t kHalvesRows = int64_t(1) << 30;
+
 /** Is it a call for the kernel of metal/hadamard_halves.h? Its simdgroups have 8 rows. */
 bool takes_halves(const HadamardQuantizeParams& p, int width) {
   return !p.block && !p.frozen && p.wide && p.dtype != HADAMARD_FLOAT &&
-         rows_of_simdgroup(width) == 8;
+         rows_of_simdgroup(width) == 8 && p.rows < kHalvesRows;
 }
 
 }  // namespace
@@ -47,11 +51,12 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   const auto& x = in[0];
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
   p.wide = aligned(x) && aligned(in[1]) && (!frozen || aligned(in[3]));
-  const int64_t tile = kSimdgroups * rows_of_simdgroup(x.shape(-1));
-  const int64_t each = tile > kSimdgroups ? p.rows / (tile * kThreadgroups) : 1;
+  const bool halves = takes_halves(p, x.shape(-1));
+  const int64_t simdgroups = halves ? kHalvesSimdgroups : kSimdgroups;
+  const int64_t tile = simdgroups * rows_of_simdgroup(x.shape(-1));
+  const int64_t each = tile > simdgroups ? p.rows / (tile * kThreadgroups) : 1;
   p.tiles = static_cast<int>(groups(p.rows, tile));
   p.groups = static_cast<int>(groups(p.tiles, std::clamp<int64_t>(each, 1, kTiles)));
-  const bool halves = takes_halves(p, x.shape(-1));
   Launch l;
   l.kernel = kernel_name(code.block ? "hadamard_quantize_blocks"
                          : halves   ? "hadamard_quantize_halves"
@@ -64,7 +69,7 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   l.outputs = out;
   l.params.set(p);
   l.grid = {code.block ? groups(p.rows, code.block) : static_cast<uint32_t>(p.groups), 1, 1};
-  l.threads = 32 * kSimdgroups;
+  l.threads = static_cast<uint32_t>(32 * simdgroups);
   l.cuda_resident = code.block == 0;
   return launches(std::move(l));
 }

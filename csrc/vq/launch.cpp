@@ -1,10 +1,13 @@
+#include "backend/backend.h"
 #include "vq/op.h"
 #include "vq/primitive.h"
 
 namespace vqkv {
 namespace {
 constexpr int64_t kThreads = 128, kPerThread = 4, kStage = 4096;  // as in metal/vq.h
-}
+// metal/vq_quads.h: rows of a codebook; with fewer vectors of each its preparation is not worth it
+constexpr int64_t kQuadRows = 256, kQuadVectors = 256;
+}  // namespace
 
 std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
                                        const mx::array& codes) {
@@ -12,15 +15,20 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
   require(p.dims <= kStage, "quantize_vq", "the GPU kernel takes codebook rows of up to ", kStage,
           " values, but got ", p.dims, ".");
   const bool held = p.dims == 8 || (codes.dtype() == mx::uint8 && (p.dims == 2 || p.dims == 4));
+  const int64_t books = (p.per_head ? p.heads : 1) * (p.per_group ? p.groups : 1);
+  const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
+  const bool quads =
+      backend::quad_matrices() && held && p.rows <= kQuadRows && each >= kQuadVectors;
+  p.threadgroups = static_cast<int>(groups(each, quads ? kThreads : kThreads * kPerThread));
   Launch l;
-  l.kernel = kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
-                         held ? p.dims : 0);
+  l.kernel = quads ? kernel_name("quantize_vq_quads", dtype_name(x.dtype()), p.dims)
+                   : kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
+                                 held ? p.dims : 0);
   l.inputs = arrays(x, codebook);
   l.outputs = arrays(codes);
   l.params.set(p);
-  const int64_t books = (p.per_head ? p.heads : 1) * (p.per_group ? p.groups : 1);
-  const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
-  l.grid = {groups(each, kThreads * kPerThread), groups(books, 1), 1};
+  l.grid = {static_cast<uint32_t>(p.threadgroups), groups(books, 1), 1};
+  l.cuda_resident = quads;
   l.threads = kThreads;
   return launches(std::move(l));
 }
