@@ -31,7 +31,8 @@ ATTENTION(bfloat16, bfloat)
   MATRIX_ROWS(tname, T, D, TRELLIS_CODE(1), trellis1, ROWS, 2) \
   MATRIX_ROWS(tname, T, D, TRELLIS_CODE(2), trellis2, ROWS, 2) \
   MATRIX_ROWS(tname, T, D, TRELLIS_CODE(3), trellis3, ROWS, 2) \
-  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(4), trellis4, ROWS, 2)
+  MATRIX_ROWS(tname, T, D, TRELLIS_CODE(4), trellis4, ROWS, 2) \
+  MATRIX_ROWS(tname, T, D, TRELLIS_ANY, trellis, ROWS, 2)
 #define MATRIX(tname, T)              \
   MATRIX_BYTE_CODES(tname, T, 64, 3)  \
   MATRIX_BYTE_CODES(tname, T, 128, 3) \

@@ -43,8 +43,9 @@ METAL_FUNC void matrix_slice(thread MatrixState<D, ROWS>& state, threadgroup con
   float centres[2 * MATRIX_COLUMNS(ROWS)] = {};
   int i = slice * share + int(sg);
   if (CODED && !MATRIX_LATE(D, CODE, ROWS) && i < to)
-    load_keys<D, CODE, MATRIX_TOKENS / 8>(
-        words, from_block(keys.codes, i, scales, CODE_ROW(CODE, D)), 0, lane);
+    FOR_SIDE_CODE(CODE, keys.bits,
+                  load_keys<D, SIDE_CODE, MATRIX_TOKENS / 8>(
+                      words, from_block(keys.codes, i, scales, CODE_ROW(SIDE_CODE, D)), 0, lane))
   for (int turn = 0; i < to; i += ATTENTION_SIMDS, turn++) {
     const int base = i * MATRIX_TOKENS;
     if (!CODED && base >= sinks && base + MATRIX_TOKENS <= any_first)
@@ -147,9 +148,9 @@ kernel void attention_matrix(
                                             sg);
   } else {
     const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, memory);
-    matrix_slice<T, false, D, CODE, ROWS>(state, (threadgroup T*)query, sides.keys, sides.values,
-                                          scales, view, int(tgid.z) - p.splits, p.tail_splits, lane,
-                                          sg);
+    matrix_slice<T, false, D, CODE_OF(CODE, 1), ROWS>(
+        state, (threadgroup T*)query, sides.keys, sides.values, scales, view,
+        int(tgid.z) - p.splits, p.tail_splits, lane, sg);
   }
 
   // merge the simdgroups, as many at a time as there is memory for

@@ -106,7 +106,7 @@ kernel void attention_prefill(
                                            coded_sides<CODE>(p, bh, k_codes, v_codes, tables, lane),
                                            scales, all, int(tgid.z), p.splits, side, of, lane);
     else
-      prefill_produce<T, false, D, CODE>(
+      prefill_produce<T, false, D, CODE_OF(CODE, 1)>(
           memory, gates, tail_sides<T, D>(p, bh, k_tail, v_tail, tables), scales, all,
           int(tgid.z) - p.splits, p.tail_splits, side, of, lane);
     return;
@@ -139,9 +139,9 @@ kernel void attention_prefill(
     tile_queries<T, D>(queries, (threadgroup const T*)query, sg, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const MatrixSides<T> sides = tail_sides<T, D>(p, bh, k_tail, v_tail, tables);
-    prefill_slice<T, false, D, CODE>(state, unit, queries, memory, sides.keys, sides.values, scales,
-                                     p, layout, place, factor, all, own, int(tgid.z) - p.splits,
-                                     p.tail_splits, tid, lane);
+    prefill_slice<T, false, D, CODE_OF(CODE, 1)>(
+        state, unit, queries, memory, sides.keys, sides.values, scales, p, layout, place, factor,
+        all, own, int(tgid.z) - p.splits, p.tail_splits, tid, lane);
   }
 #endif
 

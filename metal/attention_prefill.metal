@@ -11,7 +11,8 @@
   PREFILL_CODE(tname, T, D, TRELLIS_CODE(1), trellis1) \
   PREFILL_CODE(tname, T, D, TRELLIS_CODE(2), trellis2) \
   PREFILL_CODE(tname, T, D, TRELLIS_CODE(3), trellis3) \
-  PREFILL_CODE(tname, T, D, TRELLIS_CODE(4), trellis4)
+  PREFILL_CODE(tname, T, D, TRELLIS_CODE(4), trellis4) \
+  PREFILL_CODE(tname, T, D, TRELLIS_ANY, trellis)
 #define PREFILL(tname, T)     \
   PREFILL_CODES(tname, T, 64) \
   PREFILL_CODES(tname, T, 128)

@@ -4,12 +4,32 @@
 // Kernels are compiled for a CODE: the values that a byte stands for, or TRELLIS_CODE(bits), whose
 // entries are windows of 8 bits, one every `bits` bits and for each value. The row of a token then
 // has a byte more than the windows begin in, so rows lie at any address: a lane loads the aligned
-// words around its codes and shifts them.
+// words around its codes and shifts them. A kernel of TRELLIS_ANY takes keys and values of two
+// trellis codes, whose bits it reads from its parameters.
 #pragma once
 
 #include "prelude.h"
 
 #define TRELLIS_CODE(bits) (-(bits))
+#define TRELLIS_ANY 0
+
+// The code of keys or of values: that of a kernel, or for TRELLIS_ANY the one of `bits` bits.
+#define CODE_OF(CODE, bits) ((CODE) == TRELLIS_ANY ? TRELLIS_CODE(bits) : (CODE))
+// A statement, for which SIDE_CODE is that code. All threads take the same branch.
+#define FOR_SIDE_CODE(CODE, bits, ...)                \
+  switch ((CODE) == TRELLIS_ANY ? (bits) : 4) {       \
+    SIDE_CASE(case 1, CODE_OF(CODE, 1), __VA_ARGS__)  \
+    SIDE_CASE(case 2, CODE_OF(CODE, 2), __VA_ARGS__)  \
+    SIDE_CASE(case 3, CODE_OF(CODE, 3), __VA_ARGS__)  \
+    SIDE_CASE(default, CODE_OF(CODE, 4), __VA_ARGS__) \
+  }
+#define SIDE_CASE(label, code, ...) \
+  label:                            \
+  {                                 \
+    constexpr int SIDE_CODE = code; \
+    __VA_ARGS__;                    \
+    break;                          \
+  }
 
 // Values of a table row, and bytes of one in threadgroup memory: no two lanes share a word there.
 #define CODE_DIMS(CODE) ((CODE) > 0 ? (CODE) : 1)

@@ -71,10 +71,12 @@ METAL_FUNC MatrixSides<half> coded_sides(constant AttentionParams& p, long bh,
                                          threadgroup const uchar* tables, uint lane) {
   MatrixSides<half> s;
   s.keys.codes = keys + bh * p.body * p.key.bytes;
+  s.keys.bits = p.key.stride;
   s.keys.table.rows = tables;
   s.keys.table.at = lane % CODE_COPIES(CODE) * CODE_ENTRY(CODE);
   s.keys.vectors = (device const half*)keys;
   s.values.codes = values + bh * p.body * p.value.bytes;
+  s.values.bits = p.value.stride;
   s.values.table.rows = tables;
   s.values.table.at = s.keys.table.at + TABLE_ROW_BYTES / 2;
   s.values.vectors = s.keys.vectors;
@@ -86,6 +88,7 @@ METAL_FUNC MatrixSides<T> tail_sides(constant AttentionParams& p, long bh, devic
                                      device const T* values, threadgroup const uchar* tables) {
   MatrixSides<T> s;
   s.keys.codes = (device const uchar*)keys;
+  s.keys.bits = 0;
   s.keys.table.rows = tables;
   s.keys.table.at = 0;
   s.keys.vectors = keys + bh * p.tail * D;

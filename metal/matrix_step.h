@@ -16,7 +16,7 @@
 
 // Whether outputs and queries leave too few registers for trellis codes of a whole step, so that
 // these are loaded where they are used; byte codes are always loaded ahead.
-#define MATRIX_LATE(D, CODE, ROWS) ((CODE) < 0 && (ROWS) * (D) > 1024)
+#define MATRIX_LATE(D, CODE, ROWS) ((CODE) <= 0 && (ROWS) * (D) > 1024)
 
 // What a simdgroup has of its query rows.
 template <int D, int ROWS>
@@ -219,6 +219,17 @@ METAL_FUNC void raise_state(thread MatrixState<D, ROWS>& state, thread const flo
   }
 }
 
+// The scores of a step, then the key codes of the next.
+template <typename T, bool CODED, int D, int CODE, int NB, bool LATE>
+METAL_FUNC void step_scores(thread float2* st, thread const typename MatrixTypes<T>::pair* qf,
+                            thread uint* words, MatrixSide<T> keys, MatrixScales scales,
+                            MatrixTurn at, int last, uint lane) {
+  matrix_scores<T, CODED, D, CODE, NB, LATE>(st, qf, words, keys, last, lane);
+  if (CODED && !LATE && at.next != at.block)
+    load_keys<D, CODE, MATRIX_TOKENS / 8>(
+        words, from_block(keys.codes, at.next, scales, CODE_ROW(CODE, D)), 0, lane);
+}
+
 // `words` are the key codes of this block; those of the next take their place. LATE steps load
 // theirs.
 template <typename T, bool CODED, int D, int CODE, int ROWS>
@@ -239,11 +250,13 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
   for (int t = 0; t < TB; t++)
     by[t] = weigh[t] = 1.0f;
   if (CODED) {
-    values.codes = from_block(values.codes, at.block, scales, CODE_ROW(CODE, D));
+    values.codes = from_block(values.codes, at.block, scales, side_row<CODE, D>(values));
     if (LATE)
-      keys.codes = from_block(keys.codes, at.block, scales, CODE_ROW(CODE, D));
+      keys.codes = from_block(keys.codes, at.block, scales, side_row<CODE, D>(keys));
     else
-      load_values<D, CODE, MATRIX_TOKENS / 4>(value_words, values.codes, 0, lane);
+      FOR_SIDE_CODE(
+          CODE, values.bits,
+          load_values<D, SIDE_CODE, MATRIX_TOKENS / 4>(value_words, values.codes, 0, lane))
     const bool aligned = scales.tokens % 8 == 0;
     if (scales.scaled)
       load_scales(by, scales.keys + start + matrix_token(row, 0), aligned);
@@ -258,10 +271,9 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
   UNROLL
   for (int i = 0; i < BANDS * TB; i++)
     products[i] = float2(0.0f, 0.0f);
-  matrix_scores<T, CODED, D, CODE, BANDS, LATE>(products, qf, words, keys, last, lane);
-  if (CODED && !LATE && at.next != at.block)
-    load_keys<D, CODE, MATRIX_TOKENS / 8>(
-        words, from_block(keys.codes, at.next, scales, CODE_ROW(CODE, D)), 0, lane);
+  FOR_SIDE_CODE(CODE, keys.bits,
+                step_scores<T, CODED, D, SIDE_CODE, BANDS, LATE>(products, qf, words, keys, scales,
+                                                                 at, last, lane))
   float s[COLUMNS * TB];
   UNROLL
   for (int i = 0; i < COLUMNS * TB; i++) {
@@ -325,6 +337,8 @@ METAL_FUNC void matrix_step(thread MatrixState<D, ROWS>& state,
         pt[nb * TB + t] = matrix_right(
             matrix_pair(T(s[2 * nb * TB + t]), T(s[(COLUMNS > 1 ? 2 * nb + 1 : 0) * TB + t])));
     }
-    matrix_values<T, CODED, D, CODE, BANDS, LATE>(state.out, pt, value_words, values, last, lane);
+    FOR_SIDE_CODE(CODE, values.bits,
+                  matrix_values<T, CODED, D, SIDE_CODE, BANDS, LATE>(state.out, pt, value_words,
+                                                                     values, last, lane))
   }
 }

@@ -34,6 +34,7 @@ METAL_FUNC bfloat2 matrix_pair(bfloat a, bfloat b) {
 template <typename T>
 struct MatrixSide {
   device const uchar* codes;
+  int bits;  // of a trellis code
   MatrixTable table;
   device const T* vectors;
 };
@@ -50,8 +51,14 @@ METAL_FUNC bfloat4 four_channels(thread const uint* words, MatrixSide<bfloat> s,
   return ((device const bfloat4*)(s.vectors + at))[i];
 }
 
-// Words that a lane has of the channels it takes of a key or value.
-#define MATRIX_WORDS(CODED, CHANNELS, CODE) ((CODED) ? CODE_WORDS(CODE, CHANNELS) : 1)
+// Bytes of the codes of a token.
+template <int CODE, int D, typename T>
+METAL_FUNC int side_row(MatrixSide<T> s) {
+  return CODE == TRELLIS_ANY ? D / 8 * s.bits + 1 : CODE_ROW(CODE, D);
+}
+
+// Words that a lane has of the channels it takes of a key or value, at most.
+#define MATRIX_WORDS(CODED, CHANNELS, CODE) ((CODED) ? CODE_WORDS(CODE_OF(CODE, 4), CHANNELS) : 1)
 
 // Token t of those that matrix row `row` stands for in the products: neighbours.
 METAL_FUNC int matrix_token(int row, int t) {

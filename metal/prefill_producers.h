@@ -66,6 +66,22 @@ METAL_FUNC void pass_read(PrefillGates g, int side, thread PrefillRing& r) {
   next_tile(r);
 }
 
+// Decodes what `words` are the codes of, and loads those of the tile at token `next` in their
+// place.
+template <typename T, bool CODED, int D, int CODE>
+METAL_FUNC void produce_turns(threadgroup uint4* tile, thread uint* words,
+                              thread const MatrixSide<T>& s,
+                              thread const PrefillFactors<D>& factors, int next, int last,
+                              uint tid) {
+  UNROLL
+  for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
+    uint4 values[PREFILL_LOOKUPS];
+    turn_values<CODED, D, CODE>(values, words, s.table, factors, from, tid);
+    load_turns<T, CODED, D, CODE>(words, s, next, last, from, PREFILL_LOOKUPS, tid);
+    store_turns<D>(tile, values, from, tid);
+  }
+}
+
 // Decodes the tiles of keys (side 0) or of values (side 1) of a slice. tid: of the threads that do.
 template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, MatrixSides<T> sides,
@@ -85,7 +101,7 @@ METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, M
   start_centre(centre, CODED && keys && scales.centred);
   PrefillRing ring;
   start_ring(ring);
-  uint words[PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE)];  // loaded a step ahead
+  uint words[PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE_OF(CODE, 4))];  // loaded a step ahead
 
   int start = metal::min(block * TILE_ROWS, blocks.latest);
   load_chunks<T, CODED, D, CODE>(words, own, start, blocks.end - 1, tid);
@@ -109,14 +125,9 @@ METAL_FUNC void prefill_produce(threadgroup uchar* memory, PrefillGates gates, M
     load_unit(unit, token_scales, next_start, even, lane);
     load_centre<D>(centre, scales, tile_share, ahead * TILE_ROWS, tid);
     threadgroup uint4* tile = (threadgroup uint4*)step_tile<T, D>(memory, side, ring.tile);
-    UNROLL
-    for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
-      uint4 values[PREFILL_LOOKUPS];
-      turn_values<CODED, D, CODE>(values, words, own.table, factors, from, tid);
-      load_turns<T, CODED, D, CODE>(words, own, next_start, blocks.end - 1, from, PREFILL_LOOKUPS,
-                                    tid);
-      store_turns<D>(tile, values, from, tid);
-    }
+    FOR_SIDE_CODE(CODE, own.bits,
+                  produce_turns<T, CODED, D, SIDE_CODE>(tile, words, own, factors, next_start,
+                                                        blocks.end - 1, tid))
     pass_written(gates, side, ring, unit.exponent, tid);
     block = next;
     start = next_start;

@@ -14,7 +14,7 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
                               constant AttentionParams& p, device const int* layout,
                               PrefillPlace place, thread const float* row_factor, PrefillSpan all,
                               PrefillSpan own, int slice, int slices, uint tid, uint lane) {
-  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE);
+  constexpr int WORDS = PREFILL_TURNS(D) * PREFILL_WORDS(CODED, CODE_OF(CODE, 4));
   const PrefillBlocks blocks = prefill_blocks<CODED>(all, scales, slice, slices);
   const int to = blocks.to, end = blocks.end, latest = blocks.latest;
   const bool even = scales.tokens % 2 == 0;
@@ -50,8 +50,7 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
   load_centre<D>(centre, scales, tile_share, block * TILE_ROWS, tid);
   raise_unit(key_unit, start, end, lane);
   raise_unit(key_unit, centre, lane);
-  store_chunks<CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys.table, key_unit, centre,
-                               tid);
+  store_chunks<T, CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys, key_unit, centre, tid);
   for (int i = int(tid); i < PREFILL_TILE_BYTES(D) / 16; i += PREFILL_THREADS)
     ((threadgroup uint4*)value_tile)[i] = uint4(0u, 0u, 0u, 0u);
   uint exponent = key_unit.exponent;
@@ -85,8 +84,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
     if (next < to) {
       raise_unit(key_unit, next_start, end, lane);
       raise_unit(key_unit, centre, lane);
-      store_chunks<CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys.table, key_unit,
-                                   centre, tid);
+      store_chunks<T, CODED, D, CODE>((threadgroup uint4*)key_tile, words, keys, key_unit, centre,
+                                      tid);
     }
     exponent = key_unit.exponent;
     if (!CODED) {
@@ -103,8 +102,8 @@ METAL_FUNC void prefill_slice(thread PrefillState<D>& state, thread float& unit,
 
     const uint before = value_unit.exponent;
     raise_unit(value_unit, at.start, end, lane);
-    store_chunks<CODED, D, CODE>((threadgroup uint4*)value_tile, value_words, values.table,
-                                 value_unit, none, tid);
+    store_chunks<T, CODED, D, CODE>((threadgroup uint4*)value_tile, value_words, values, value_unit,
+                                    none, tid);
     if (CODED) {
       if (next < to) {
         load_chunks<T, CODED, D, CODE>(value_words, values, next_start, end - 1, tid);

@@ -69,7 +69,8 @@ METAL_FUNC void load_turns(thread uint* words, MatrixSide<T> s, int start, int l
 }
 template <typename T, bool CODED, int D, int CODE>
 METAL_FUNC void load_chunks(thread uint* words, MatrixSide<T> s, int start, int last, uint tid) {
-  load_turns<T, CODED, D, CODE>(words, s, start, last, 0, PREFILL_TURNS(D), tid);
+  FOR_SIDE_CODE(CODE, s.bits,
+                load_turns<T, CODED, D, SIDE_CODE>(words, s, start, last, 0, PREFILL_TURNS(D), tid))
 }
 
 // The scales of a tile's tokens and the power of two that decoded values are relative to, at least
@@ -238,10 +239,8 @@ METAL_FUNC void store_turns(threadgroup uint4* tile, thread const uint4* values,
 }
 
 template <bool CODED, int D, int CODE>
-METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
-                             PrefillUnit unit, PrefillCentre centre, uint tid) {
-  PrefillFactors<D> factors;
-  take_factors<CODED, D>(factors, unit, centre, tid);
+METAL_FUNC void decode_turns(threadgroup uint4* tile, thread const uint* words, MatrixTable table,
+                             thread const PrefillFactors<D>& factors, uint tid) {
   // all look-ups of a few turns before their stores, which the compiler takes to touch tables
   UNROLL
   for (int from = 0; from < PREFILL_TURNS(D); from += PREFILL_LOOKUPS) {
@@ -249,4 +248,11 @@ METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, 
     turn_values<CODED, D, CODE>(values, words, table, factors, from, tid);
     store_turns<D>(tile, values, from, tid);
   }
+}
+template <typename T, bool CODED, int D, int CODE>
+METAL_FUNC void store_chunks(threadgroup uint4* tile, thread const uint* words, MatrixSide<T> s,
+                             PrefillUnit unit, PrefillCentre centre, uint tid) {
+  PrefillFactors<D> factors;
+  take_factors<CODED, D>(factors, unit, centre, tid);
+  FOR_SIDE_CODE(CODE, s.bits, decode_turns<CODED, D, SIDE_CODE>(tile, words, s.table, factors, tid))
 }

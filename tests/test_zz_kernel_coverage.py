@@ -17,7 +17,7 @@ def test_every_kernel_runs_in_the_simulator(request):
         pytest.skip("the executor is not the simulator")
     files = {item.path.name for item in request.session.items}
     needed = ("attention", "attention_matrix", "attention_prefill", "attention_trellis", "vq")
-    needed += ("scalar", "qjl", "hadamard_quantize", "trellis")
+    needed += ("attention_trellises", "scalar", "qjl", "hadamard_quantize", "trellis")
     needed = {f"test_{n}.py" for n in needed}
     if not needed <= files:
         pytest.skip("not a whole run")

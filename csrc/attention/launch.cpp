@@ -71,10 +71,12 @@ std::string matrix_code(const CodeParams& c, int width) {
 /** The code of the kernels for simdgroup matrices that can do this call, empty if none can. */
 std::string fits_matrices(const std::vector<mx::array>& in, const AttentionParams& p) {
   const int width = p.key_dim;
-  const auto code = matrix_code(p.key, width);
+  const auto key = matrix_code(p.key, width), value = matrix_code(p.value, p.value_dim);
+  // one kernel for all pairs of two trellis codes
+  const bool trellises = key.starts_with("trellis") && value.starts_with("trellis");
+  const std::string code = key == value ? key : trellises ? "trellis" : "";
   const bool even = width == 64 || width == 128 || width == 256;
-  const bool equal = p.value_dim == width && in[kQueryCode].shape(3) == width &&
-                     code == matrix_code(p.value, p.value_dim);
+  const bool equal = p.value_dim == width && in[kQueryCode].shape(3) == width;
   // rows of a trellis code are read by words, and steps begin with one
   const bool in_words = p.key.dims > 1 || p.body % 4 == 0;
   const bool fits =

@@ -8,3 +8,5 @@ instantiate_kernel_groups(prefill_2, PREFILL_THREADS, 1, attention_prefill, half
 instantiate_kernel_groups(prefill_4, PREFILL_THREADS, 1, attention_prefill, half, 64, 4)
 instantiate_kernel_groups(prefill_trellis3, PREFILL_THREADS, 1, attention_prefill, half, 64,
                           TRELLIS_CODE(3))
+instantiate_kernel_groups(prefill_trellis, PREFILL_THREADS, 1, attention_prefill, half, 64,
+                          TRELLIS_ANY)

@@ -70,16 +70,18 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 class Case:
-    """Buffers and parameters of a call: codes, then a causal tail. `code` is a kernel's: the values
-    of a byte, or `trellis` and the bits of a value."""
+    """Buffers and parameters of a call: codes, then a causal tail. `code`: the values of a byte, or
+    `trellis` and the bits of a value, of keys and of values where they differ."""
 
     def __init__(self, code: str, scaled: bool, coded: int, tail: int, splits: int) -> None:
         trellis = code.startswith("trellis")
-        stride, dims = (int(code[-1]), 1) if trellis else (8, int(code))
-        row = WIDTH * stride // 8 // dims + trellis
-        rng = np.random.default_rng(coded + row)
+        bits = code.removeprefix("trellis")
+        strides = (int(bits[0]), int(bits[-1])) if trellis else (8, 8)
+        dims = 1 if trellis else int(code)
+        rows = [WIDTH * stride // 8 // dims + trellis for stride in strides]
+        rng = np.random.default_rng(coded + rows[0])
         kv = (BATCH, KV_HEADS)
-        codes = [rng.integers(0, 256, (*kv, coded, row), np.uint8) for _ in range(2)]
+        codes = [rng.integers(0, 256, (*kv, coded, row), np.uint8) for row in rows]
         tables = [rng.normal(0, 0.5, (256, dims)).astype(np.float32) for _ in range(2)]
         # scales that grow raise the unit of a tile again and again
         growth = np.exp2(np.linspace(-4, 4, coded))
@@ -91,10 +93,10 @@ class Case:
         vectors = [rng.normal(size=(*kv, tail, WIDTH)).astype(np.float16) for _ in range(2)]
         none = np.zeros(64, np.uint8)
         key, value = (
-            Code(row, 8, stride, dims, WIDTH // dims, 256, 0, 0, scaled, scaled and i == 0)
+            Code(rows[i], 8, strides[i], dims, WIDTH // dims, 256, 0, 0, scaled, scaled and i == 0)
             for i in range(2)
         )
-        self.kernel = f"prefill_{code}"
+        self.kernel = "prefill_trellis" if len(bits) == 2 else f"prefill_{code}"
         slices = splits + (tail > 0)
         self.params = Params(
             key=key,
@@ -140,6 +142,10 @@ CASES = {
     "scaled and centred, more slices than steps": ("4", True, 64, 0, 3),
     "scaled and centred, tail": ("4", True, 192, 75, 1),
     "trellis, slices, tail": ("trellis3", True, 320, 75, 2),
+    **{
+        f"trellises of {keys} and {values} bits": (f"trellis{keys}{values}", True, 192, 75, 2)
+        for keys, values in ((1, 4), (2, 3), (3, 1), (4, 2))
+    },
     "tail alone": ("2", False, 0, 75, 0),
 }
 
