@@ -1,7 +1,7 @@
 // Inputs as the kernels read them.
 #pragma once
 
-#include "common.h"
+#include "launch.h"
 #include "mlx/ops.h"
 
 namespace vqkv {
@@ -21,6 +21,6 @@ inline mx::array contiguous(const mx::array& a, mx::Dtype dtype, mx::Stream s) {
  * The array itself where it is row-major, else a copy, which joins the temporaries. For use in the
  * eval of a primitive: spares the graph a node.
  */
-mx::array row_major(const mx::array& a, mx::Stream s, std::vector<mx::array>& temporaries);
+mx::array row_major(const mx::array& a, mx::Stream s, Temporaries& temporaries);
 
 }  // namespace vqkv

@@ -6,15 +6,14 @@ namespace {
 constexpr int64_t kThreads = 128, kPerThread = 4, kStage = 4096;  // as in metal/vq.h
 }
 
-std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
-                                       const mx::array& codes) {
+Launch quantize_vq_launch(const mx::array& x, const mx::array& codebook, const mx::array& codes) {
   auto p = vq_params("quantize_vq", x.shape(), codebook.shape(), false);
   require(p.dims <= kStage, "quantize_vq", "the GPU kernel takes codebook rows of up to ", kStage,
           " values, but got ", p.dims, ".");
   const bool held = p.dims == 8 || (codes.dtype() == mx::uint8 && (p.dims == 2 || p.dims == 4));
   Launch l;
-  l.kernel = kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
-                         held ? p.dims : 0);
+  l.kernel = KernelName("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
+                        held ? p.dims : 0);
   l.inputs = arrays(x, codebook);
   l.outputs = arrays(codes);
   l.params.set(p);
@@ -22,20 +21,20 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
   const int64_t each = p.outer * p.heads * p.seq * p.groups / books;
   l.grid = {groups(each, kThreads * kPerThread), groups(books, 1), 1};
   l.threads = kThreads;
-  return launches(std::move(l));
+  return l;
 }
 
-std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
-                                         const mx::array& out) {
+Launch dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
+                            const mx::array& out) {
   auto p = vq_params("dequantize_vq", codes.shape(), codebook.shape(), true);
   Launch l;
-  l.kernel = kernel_name("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
+  l.kernel = KernelName("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
   l.inputs = arrays(codes, codebook);
   l.outputs = arrays(out);
   l.params.set(p);
   l.grid = {groups(codes.size(), kThreads), 1, 1};
   l.threads = kThreads;
-  return launches(std::move(l));
+  return l;
 }
 
 }  // namespace vqkv
