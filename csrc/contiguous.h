@@ -1,6 +1,9 @@
 // Inputs as the kernels read them.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "launch.h"
 #include "mlx/ops.h"
 
@@ -14,7 +17,16 @@ inline mx::array contiguous(const mx::array& a, mx::Stream s) {
 
 /** The same in another dtype. */
 inline mx::array contiguous(const mx::array& a, mx::Dtype dtype, mx::Stream s) {
-  return contiguous(mx::astype(a, dtype, s), s);
+  return a.dtype() == dtype ? contiguous(a, s) : contiguous(mx::astype(a, dtype, s), s);
+}
+
+/** The inputs of a node. An initializer list would copy each. */
+template <typename... Each>
+std::vector<mx::array> inputs_of(Each&&... each) {
+  std::vector<mx::array> inputs;
+  inputs.reserve(sizeof...(each));
+  (inputs.push_back(std::forward<Each>(each)), ...);
+  return inputs;
 }
 
 /**
