@@ -4,7 +4,7 @@
 
 namespace vqkv {
 
-mx::array row_major(const mx::array& a, mx::Stream s, std::vector<mx::array>& temporaries) {
+mx::array row_major(const mx::array& a, mx::Stream s, Temporaries& temporaries) {
   if (a.flags().row_contiguous) {
     return a;
   }

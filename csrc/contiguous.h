@@ -1,7 +1,10 @@
 // Inputs as the kernels read them.
 #pragma once
 
-#include "common.h"
+#include <utility>
+#include <vector>
+
+#include "launch.h"
 #include "mlx/ops.h"
 
 namespace vqkv {
@@ -14,13 +17,22 @@ inline mx::array contiguous(const mx::array& a, mx::Stream s) {
 
 /** The same in another dtype. */
 inline mx::array contiguous(const mx::array& a, mx::Dtype dtype, mx::Stream s) {
-  return contiguous(mx::astype(a, dtype, s), s);
+  return a.dtype() == dtype ? contiguous(a, s) : contiguous(mx::astype(a, dtype, s), s);
+}
+
+/** The inputs of a node. An initializer list would copy each. */
+template <typename... Each>
+std::vector<mx::array> inputs_of(Each&&... each) {
+  std::vector<mx::array> inputs;
+  inputs.reserve(sizeof...(each));
+  (inputs.push_back(std::forward<Each>(each)), ...);
+  return inputs;
 }
 
 /**
  * The array itself where it is row-major, else a copy, which joins the temporaries. For use in the
  * eval of a primitive: spares the graph a node.
  */
-mx::array row_major(const mx::array& a, mx::Stream s, std::vector<mx::array>& temporaries);
+mx::array row_major(const mx::array& a, mx::Stream s, Temporaries& temporaries);
 
 }  // namespace vqkv

@@ -2,23 +2,32 @@
 // they are empty.
 #pragma once
 
+#include <span>
 #include <utility>
 
 #include "primitive_base.h"
 
 namespace vqkv {
 
+/** An op has one launch, or an array of them. */
+inline std::span<const Launch> in_turn(const Launch& one) {
+  return {&one, 1};
+}
+inline std::span<const Launch> in_turn(std::span<const Launch> several) {
+  return several;
+}
+
 /** By the native kernel, `native()`, or in the simulator: `launches(temporaries)` are what runs. */
 template <typename Launches, typename Native>
 void evaluate_cpu(std::vector<mx::array>& out, mx::Stream s, Launches launches, Native native) {
-  allocate(out, s);
+  backend::allocate_all(out, s);
   if (out[0].size() == 0) {
     return;
   }
   if (backend::simulated()) {
-    std::vector<mx::array> temporaries;
-    auto list = launches(temporaries);
-    backend::run_simulated(s, list, std::move(temporaries));
+    Temporaries temporaries;
+    const auto list = launches(temporaries);
+    backend::run_simulated(s, in_turn(list), temporaries);
   } else {
     native();
   }
@@ -26,11 +35,11 @@ void evaluate_cpu(std::vector<mx::array>& out, mx::Stream s, Launches launches, 
 
 template <typename Launches>
 void evaluate_gpu(std::vector<mx::array>& out, mx::Stream s, Launches launches) {
-  allocate(out, s);
+  backend::allocate_all(out, s);
   if (out[0].size() > 0) {
-    std::vector<mx::array> temporaries;
-    auto list = launches(temporaries);
-    backend::run_gpu(s, list, std::move(temporaries));
+    Temporaries temporaries;
+    const auto list = launches(temporaries);
+    backend::run_gpu(s, in_turn(list), temporaries);
   }
 }
 

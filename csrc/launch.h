@@ -3,10 +3,13 @@
 #pragma once
 
 #include <array>
+#include <charconv>
 #include <cstdint>
 #include <cstring>
-#include <string>
-#include <utility>
+#include <iterator>
+#include <list>
+#include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -32,10 +35,66 @@ class Params {
   size_t size_ = 0;
 };
 
+// Of a call's time on the host the launch is a part that counts: it takes no memory from the heap,
+// and names arrays instead of holding them, which would cost each of them two atomic operations.
+
+/** A kernel's name. */
+class KernelName {
+ public:
+  KernelName() = default;
+
+  /** The parts, strings and numbers, joined by '_'. */
+  template <typename... Parts>
+  explicit KernelName(std::string_view first, const Parts&... rest) {
+    append(first);
+    ((append("_"), append(rest)), ...);
+    text_[size_] = 0;
+  }
+
+  std::string_view view() const { return {text_.data(), size_}; }
+  const char* c_str() const { return text_.data(); }
+
+ private:
+  void append(std::string_view part) {
+    if (part.size() >= text_.size() - size_) {
+      throw std::logic_error("[launch] a kernel's name must have fewer than 64 characters.");
+    }
+    std::memcpy(text_.data() + size_, part.data(), part.size());
+    size_ += part.size();
+  }
+  void append(int part) {
+    char digits[16];
+    const char* end = std::to_chars(digits, std::end(digits), part).ptr;
+    append(std::string_view(digits, end - digits));
+  }
+
+  std::array<char, 64> text_;
+  size_t size_ = 0;
+};
+
+/** Arrays by their address; they must outlive the launch. */
+using Arrays = mx::SmallVector<const mx::array*, 32>;
+
+template <typename... Each>
+Arrays arrays(Each&&... each) {
+  static_assert((std::is_lvalue_reference_v<Each> && ...), "a temporary ends before the launch");
+  return {&each...};
+}
+inline Arrays arrays_of(const std::vector<mx::array>& list) {
+  Arrays to;
+  for (const auto& a : list) {
+    to.push_back(&a);
+  }
+  return to;
+}
+
+/** What launches name that is neither input nor output; growing moves none of them. */
+using Temporaries = std::list<mx::array>;
+
 struct Launch {
-  std::string kernel;
-  std::vector<mx::array> inputs;   // kernel buffers 0 .. n-1
-  std::vector<mx::array> outputs;  // the next buffers; the params struct follows them
+  KernelName kernel;
+  Arrays inputs;   // kernel buffers 0 .. n-1
+  Arrays outputs;  // the next buffers; the params struct follows them
   Params params;
   std::array<uint32_t, 3> grid;  // threadgroups
   uint32_t threads;              // per threadgroup, a multiple of 32
@@ -64,45 +123,6 @@ inline const char* dtype_name(mx::Dtype t) {
     default:
       throw std::invalid_argument("[launch] no kernel has this dtype.");
   }
-}
-
-// Of a call's time on the host the launch is a part that counts: names are built in one piece, and
-// lists without the copies of an initializer list.
-
-inline void append_part(std::string& name, const std::string& part) {
-  name += part;
-}
-inline void append_part(std::string& name, const char* part) {
-  name += part;
-}
-inline void append_part(std::string& name, int part) {
-  name += std::to_string(part);
-}
-
-/** The parts joined by '_': a kernel's name. */
-template <typename... Parts>
-std::string kernel_name(const char* first, const Parts&... rest) {
-  std::string name;
-  name.reserve(64);
-  name += first;
-  ((name += '_', append_part(name, rest)), ...);
-  return name;
-}
-
-template <typename T, typename... Each>
-std::vector<T> list_of(Each&&... each) {
-  std::vector<T> list;
-  list.reserve(sizeof...(each));
-  (list.push_back(std::forward<Each>(each)), ...);
-  return list;
-}
-template <typename... Each>
-std::vector<Launch> launches(Each&&... each) {
-  return list_of<Launch>(std::forward<Each>(each)...);
-}
-template <typename... Each>
-std::vector<mx::array> arrays(Each&&... each) {
-  return list_of<mx::array>(std::forward<Each>(each)...);
 }
 
 /** Whether kernels may read vectors of 16 bytes from the array. */

@@ -36,10 +36,8 @@ constexpr int kFewSlices = 8;
 constexpr int64_t kMaxSlices = ATTENTION_MAX_SLICES / 2;  // of the body, and of the tail
 
 // Gets its memory where the launches run.
-mx::array temporary(mx::Shape shape, mx::Dtype dtype, std::vector<mx::array>& temporaries) {
-  mx::array a(std::move(shape), dtype, nullptr, {});
-  temporaries.push_back(a);
-  return a;
+const mx::array& temporary(mx::Shape shape, mx::Dtype dtype, Temporaries& temporaries) {
+  return temporaries.emplace_back(std::move(shape), dtype, nullptr, std::vector<mx::array>{});
 }
 
 /**
@@ -91,14 +89,15 @@ std::string fits_matrices(const std::vector<mx::array>& in, const AttentionParam
 
 }  // namespace
 
-std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
-                                     const std::vector<mx::array>& out, AttentionParams p,
-                                     std::vector<mx::array>& temporaries) {
+std::array<Launch, 2> attention_launch(const std::vector<mx::array>& in,
+                                       const std::vector<mx::array>& out, AttentionParams p,
+                                       Temporaries& temporaries) {
   const auto dtype = in[kQuery].dtype();
   const int64_t rows_of_head = int64_t(p.heads / p.kv_heads) * p.queries;
   const int64_t heads = int64_t(p.batch) * p.kv_heads;
 
-  Launch first;
+  std::array<Launch, 2> both;
+  auto& [first, merge] = both;
   first.threads = kThreads;
   int rows_per_group, groups_per_core = 3;
   int64_t least = kTokensPerSlice;
@@ -115,7 +114,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     least = kPrefillTokensPerSlice;
     first.cuda_shared_bytes =
         kCudaTables + (kCudaPrefillTokens + rows_per_group) * p.key_dim * 2 + kCudaPrefillGates;
-    first.kernel = kernel_name("attention_prefill", dtype_name(dtype), p.key_dim, code);
+    first.kernel = KernelName("attention_prefill", dtype_name(dtype), p.key_dim, code);
   } else if (matrices) {
     // decoding takes longest for a trellis code, and no less for fewer rows
     const int least_rows = trellis ? 8 : 4, most_rows = trellis && p.key_dim > 128 ? 8 : 16;
@@ -126,13 +125,13 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
     groups_per_core = rows_per_group == 4 && p.key_dim < 256 ? 3 : 2;
     first.cuda_shared_bytes = kCudaTables;
     first.kernel =
-        kernel_name("attention_matrix", dtype_name(dtype), p.key_dim, code, rows_per_group);
+        KernelName("attention_matrix", dtype_name(dtype), p.key_dim, code, rows_per_group);
   } else {
     const int width = std::max({p.key_dim, p.value_dim, in[kQueryCode].shape(3)});
     const auto* variant = std::find_if(std::begin(kVariants), std::end(kVariants),
                                        [&](const Variant& v) { return width <= v.width; });
     rows_per_group = variant->rows;
-    first.kernel = kernel_name("attention_tile", dtype_name(dtype), variant->width);
+    first.kernel = KernelName("attention_tile", dtype_name(dtype), variant->width);
   }
   const int64_t tiles = groups(rows_of_head, rows_per_group);
   const int64_t pairs = tiles * heads;
@@ -149,18 +148,19 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   p.tail_splits = all - p.splits;
 
   const int rows = static_cast<int>(heads * rows_of_head);
-  auto part = temporary({rows, all, p.value_dim}, mx::float32, temporaries);
-  auto part_ml = temporary({rows, all, 2}, mx::float32, temporaries);
-  first.inputs.assign(in.begin(), in.begin() + kSinks);
-  first.inputs.push_back(in[kKeyDiagonal]);
+  const auto& part = temporary({rows, all, p.value_dim}, mx::float32, temporaries);
+  const auto& part_ml = temporary({rows, all, 2}, mx::float32, temporaries);
+  for (int i = 0; i < kSinks; ++i) {
+    first.inputs.push_back(&in[i]);
+  }
+  first.inputs.push_back(&in[kKeyDiagonal]);
   first.outputs = arrays(part, part_ml);
   first.grid = {static_cast<uint32_t>(tiles), groups(heads, 1), static_cast<uint32_t>(all)};
   first.params.set(p);
 
-  Launch merge;
   const bool by_rows = prefill && all <= kFewSlices;
-  merge.kernel = by_rows ? kernel_name("attention_merge_rows", dtype_name(dtype), p.value_dim)
-                         : kernel_name("attention_merge", dtype_name(dtype));
+  merge.kernel = by_rows ? KernelName("attention_merge_rows", dtype_name(dtype), p.value_dim)
+                         : KernelName("attention_merge", dtype_name(dtype));
   merge.inputs = arrays(part, part_ml, in[kSinks], in[kValueDiagonal]);
   // whole, or of codes and tail; part stands for what is not written
   if (p.separate) {
@@ -171,7 +171,7 @@ std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
   merge.grid = {groups(rows, by_rows ? kThreads / 32 : 1), 1, 1};
   merge.threads = kThreads;
   merge.params.set(p);
-  return launches(std::move(first), std::move(merge));
+  return both;
 }
 
 }  // namespace vqkv

@@ -57,7 +57,7 @@ void set_mask(AttentionParams& p, const mx::array& mask) {
 // All inputs, queries and tails row-major; a query that is copied goes on standing for what there
 // is not.
 std::vector<mx::array> in_order(const std::vector<mx::array>& given, const AttentionSpec& spec,
-                                mx::Stream s, std::vector<mx::array>& temporaries) {
+                                mx::Stream s, Temporaries& temporaries) {
   auto in = all_inputs(given, spec);
   const auto q = in[kQuery];
   if (!q.flags().row_contiguous) {
@@ -165,23 +165,26 @@ AttentionParams attention_params(const std::vector<mx::array>& in, const Attenti
 }
 
 void Attention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  std::vector<mx::array> copies;
+  std::vector<mx::array> all;
+  Temporaries copies;
   evaluate_cpu(
       out, stream(),
       [&](auto& temporaries) {
-        auto all = in_order(in, spec_, stream(), temporaries);
+        all = in_order(in, spec_, stream(), temporaries);
         return attention_launch(all, out, attention_params(all, spec_), temporaries);
       },
       [&] {
-        auto all = in_order(in, spec_, stream(), copies);
+        all = in_order(in, spec_, stream(), copies);
         attention_cpu(all, out, attention_params(all, spec_), stream());
       });
-  mx::cpu::get_command_encoder(stream()).add_temporaries(std::move(copies));
+  mx::cpu::get_command_encoder(stream()).add_temporaries(
+      std::vector<mx::array>(copies.begin(), copies.end()));
 }
 
 void Attention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  std::vector<mx::array> all;
   evaluate_gpu(out, stream(), [&](auto& temporaries) {
-    auto all = in_order(in, spec_, stream(), temporaries);
+    all = in_order(in, spec_, stream(), temporaries);
     return attention_launch(all, out, attention_params(all, spec_), temporaries);
   });
 }

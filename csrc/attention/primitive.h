@@ -83,9 +83,9 @@ std::vector<mx::array> given_inputs(const std::vector<mx::array>& all, const Att
 AttentionParams attention_params(const std::vector<mx::array>& in, const AttentionSpec& spec);
 
 /** Launches over all inputs, and the temporaries they share; `out` has its data already. */
-std::vector<Launch> attention_launch(const std::vector<mx::array>& in,
-                                     const std::vector<mx::array>& out, AttentionParams p,
-                                     std::vector<mx::array>& temporaries);
+std::array<Launch, 2> attention_launch(const std::vector<mx::array>& in,
+                                       const std::vector<mx::array>& out, AttentionParams p,
+                                       Temporaries& temporaries);
 
 /** Native kernel; queues on the CPU stream. */
 void attention_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out,

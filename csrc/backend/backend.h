@@ -1,6 +1,7 @@
 // Three ways to carry out launches: MLX's Metal encoder, MLX's CUDA encoder, the host simulator.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,8 +16,15 @@ bool has_kernels();
 /** Memory of the stream's device for an array that has none. */
 void allocate(mx::array& a, const mx::Stream& s);
 
-/** The same for those that have none. */
-void allocate(std::vector<mx::array>& arrays, const mx::Stream& s);
+/** The same for those of a list that have none. */
+template <typename List>
+void allocate_all(List& arrays, const mx::Stream& s) {
+  for (auto& a : arrays) {
+    if (!a.data_shared_ptr()) {
+      allocate(a, s);
+    }
+  }
+}
 
 /** The same on this build's GPU. */
 void allocate_gpu(mx::array& a, const mx::Stream& s);
@@ -25,8 +33,7 @@ void allocate_gpu(mx::array& a, const mx::Stream& s);
  * Encode launches in order on the GPU stream of MLX. `temporaries` get memory, if they have
  * none, which lives until they have run.
  */
-void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             std::vector<mx::array> temporaries);
+void run_gpu(const mx::Stream& s, std::span<const Launch> launches, Temporaries& temporaries);
 
 /** True where this build has a GPU executor ("metal" or "cuda"); its name, else "none". */
 const char* gpu_executor();
@@ -46,8 +53,7 @@ inline bool quad_matrices() {
 bool has_simulator();
 
 /** Queue launches on the CPU stream; each runs in the simulator. `temporaries` as above. */
-void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
-                   std::vector<mx::array> temporaries);
+void run_simulated(const mx::Stream& s, std::span<const Launch> launches, Temporaries& temporaries);
 
 /** Kernels that the simulator knows, and those it has run so far in this process. */
 std::vector<std::string> simulator_kernels();

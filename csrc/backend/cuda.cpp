@@ -7,8 +7,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "backend/backend.h"
 #include "backend/fatbins.h"
@@ -32,6 +32,62 @@ void check(CUresult result, const std::string& what) {
 // What a kernel may have without asking.
 constexpr uint32_t kSharedBytes = 48 * 1024;
 
+int device_attribute(CUdevice_attribute attribute, const char* what) {
+  CUdevice device;
+  int value = 0;
+  check(cuCtxGetDevice(&device), "the current CUDA device");
+  check(cuDeviceGetAttribute(&value, attribute, device), what);
+  return value;
+}
+
+/** A kernel of the current device, which is asked once for what it takes. */
+class Kernel {
+ public:
+  explicit Kernel(CUfunction function) : function_(function) {}
+
+  CUfunction function() const { return function_; }
+
+  /** Lets blocks have this much shared memory, always the same for a kernel. */
+  void allow(uint32_t shared_bytes, std::string_view name) {
+    if (shared_bytes > kSharedBytes && !allowed_) {
+      check(cuFuncSetAttribute(function_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                               static_cast<int>(shared_bytes)),
+            "shared memory of kernel " + std::string(name));
+      allowed_ = true;
+    }
+  }
+
+  /** The threads that a block may have. */
+  uint32_t most_threads() {
+    if (!most_threads_) {
+      int most = 0;
+      check(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function_),
+            "the threads of a CUDA kernel");
+      most_threads_ = static_cast<uint32_t>(most);
+    }
+    return most_threads_;
+  }
+
+  /** The blocks that the device holds at once. */
+  uint32_t resident_blocks(uint32_t threads, uint32_t shared_bytes) {
+    if (!resident_blocks_) {
+      int blocks = 0;
+      check(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_,
+                                                        static_cast<int>(threads), shared_bytes),
+            "the occupancy of a CUDA kernel");
+      const int cores = device_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                                         "the multiprocessors of the CUDA device");
+      resident_blocks_ = static_cast<uint32_t>(std::max(blocks * cores, 1));
+    }
+    return resident_blocks_;
+  }
+
+ private:
+  CUfunction function_;
+  bool allowed_ = false;
+  uint32_t most_threads_ = 0, resident_blocks_ = 0;  // 0: not known yet
+};
+
 /** The kernels of one device. Its context must be current; they stay loaded. */
 class Kernels {
  public:
@@ -40,7 +96,7 @@ class Kernels {
       return;
     }
     std::vector<CUmodule> modules;
-    std::unordered_map<std::string, CUfunction> functions;
+    ByName kernels;
     for (const void* const* image = fatbins; *image; ++image) {
       auto& module = modules.emplace_back();
       check(cuModuleLoadData(&module, *image), "loading the CUDA kernels");
@@ -51,50 +107,18 @@ class Kernels {
       for (auto function : all) {
         const char* name = nullptr;
         check(cuFuncGetName(&name, function), "the name of a CUDA kernel");
-        functions[name + sizeof("vqkv_") - 1] = function;
+        kernels.emplace(name + sizeof("vqkv_") - 1, function);
       }
     }
     modules_ = std::move(modules);
-    functions_ = std::move(functions);
+    kernels_ = std::move(kernels);
   }
 
-  CUfunction get(const std::string& name, uint32_t shared_bytes) {
+  Kernel& get(std::string_view name) {
     load();
-    auto it = functions_.find(name);
-    if (it == functions_.end()) {
+    auto it = kernels_.find(name);
+    if (it == kernels_.end()) {
       throw std::runtime_error(message("vqkv_ext", "kernel ", name, " is not in this build."));
-    }
-    if (shared_bytes > kSharedBytes && asked_.insert(it->second).second) {
-      check(cuFuncSetAttribute(it->second, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                               static_cast<int>(shared_bytes)),
-            "shared memory of kernel " + name);
-    }
-    return it->second;
-  }
-
-  /** The threads that a block of this kernel may have. */
-  uint32_t most_threads(CUfunction function) {
-    auto [it, added] = most_threads_.try_emplace(function, 0);
-    if (added) {
-      int most = 0;
-      check(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function),
-            "the threads of a CUDA kernel");
-      it->second = static_cast<uint32_t>(most);
-    }
-    return it->second;
-  }
-
-  /** The blocks that the current device holds at once. */
-  uint32_t resident_blocks(CUfunction function, uint32_t threads, uint32_t shared_bytes) {
-    auto [it, added] = resident_blocks_.try_emplace(function, 0);
-    if (added) {
-      int blocks = 0;
-      check(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
-                                                        static_cast<int>(threads), shared_bytes),
-            "the occupancy of a CUDA kernel");
-      const int cores = device_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-                                         "the multiprocessors of the CUDA device");
-      it->second = static_cast<uint32_t>(std::max(blocks * cores, 1));
     }
     return it->second;
   }
@@ -110,19 +134,15 @@ class Kernels {
   }
 
  private:
-  static int device_attribute(CUdevice_attribute attribute, const char* what) {
-    CUdevice device;
-    int value = 0;
-    check(cuCtxGetDevice(&device), "the current CUDA device");
-    check(cuDeviceGetAttribute(&value, attribute, device), what);
-    return value;
-  }
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  // by their name without the prefix
+  using ByName = std::unordered_map<std::string, Kernel, Hash, std::equal_to<>>;
 
   uint32_t most_shared_bytes_ = 0;
-  std::unordered_map<CUfunction, uint32_t> most_threads_, resident_blocks_;
   std::vector<CUmodule> modules_;
-  std::unordered_map<std::string, CUfunction> functions_;  // by their name without the prefix
-  std::unordered_set<CUfunction> asked_;  // functions that may have more shared memory
+  ByName kernels_;
 };
 
 std::mutex kernels_mutex;
@@ -147,13 +167,13 @@ Argument argument_of(const Launch& l) {
     std::memcpy(at, data, n);
     at += n;
   };
-  require(l.inputs.size() + l.outputs.size() <= kMostBuffers, "vqkv_ext", "kernel ", l.kernel,
-          " may have ", kMostBuffers, " buffers, but got ", l.inputs.size() + l.outputs.size(),
-          ".");
+  require(l.inputs.size() + l.outputs.size() <= kMostBuffers, "vqkv_ext", "kernel ",
+          l.kernel.view(), " may have ", kMostBuffers, " buffers, but got ",
+          l.inputs.size() + l.outputs.size(), ".");
   for (const auto* side : {&l.inputs, &l.outputs}) {
-    for (const auto& a : *side) {
+    for (const auto* a : *side) {
       // not data(), which would move the buffer to unified memory
-      const void* buffer = a.size() ? mx::gpu_ptr<void>(a) : nullptr;
+      const void* buffer = a->size() ? mx::gpu_ptr<void>(*a) : nullptr;
       append(&buffer, sizeof(buffer));
     }
   }
@@ -165,11 +185,12 @@ Argument argument_of(const Launch& l) {
  * The primitive of MLX that gives an array memory of a stream's device and does no more when its
  * mask is empty; null if this MLX has none.
  */
-std::shared_ptr<mx::Primitive> device_memory(const mx::Stream& s) {
+std::shared_ptr<mx::UnaryPrimitive> device_memory(const mx::Stream& s) {
   const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
   for (auto a = mx::masked_scatter(none, none, none, s); a.has_primitive(); a = a.inputs()[0]) {
     if (std::string(a.primitive().name()) == "MaskedScatter") {
-      return a.primitive_ptr();
+      static_assert(std::is_base_of_v<mx::UnaryPrimitive, mx::MaskedScatter>);
+      return std::static_pointer_cast<mx::UnaryPrimitive>(a.primitive_ptr());
     }
   }
   return nullptr;
@@ -182,19 +203,17 @@ std::shared_ptr<mx::Primitive> device_memory(const mx::Stream& s) {
 void allocate_gpu(mx::array& a, const mx::Stream& s) {
   struct Memory {
     mx::Stream stream;
-    std::shared_ptr<mx::Primitive> primitive;
-    std::vector<mx::array> inputs, outputs;
+    std::shared_ptr<mx::UnaryPrimitive> primitive;
+    std::vector<mx::array> inputs;
   };
   thread_local std::vector<Memory> known;
   auto it = std::find_if(known.begin(), known.end(), [&](auto& k) { return k.stream == s; });
   if (it == known.end()) {
     const mx::array none(mx::Shape{0}, mx::bool_, nullptr, {});
-    it = known.insert(known.end(), {s, device_memory(s), {none, none, none}, {none}});
+    it = known.insert(known.end(), {s, device_memory(s), {none, none, none}});
   }
   if (it->primitive && a.nbytes() > 0) {
-    it->outputs[0] = a;
-    it->primitive->eval_gpu(it->inputs, it->outputs);
-    it->outputs[0] = it->inputs[0];
+    it->primitive->eval_gpu(it->inputs, a);
   } else {
     a.set_data(mx::allocator::malloc(a.nbytes()));
   }
@@ -212,42 +231,43 @@ std::string kernel_library() {
   return "fatbin";
 }
 
-void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             std::vector<mx::array> temporaries) {
-  allocate(temporaries, s);
+void run_gpu(const mx::Stream& s, std::span<const Launch> launches, Temporaries& temporaries) {
+  allocate_all(temporaries, s);
   constexpr uint32_t kMaxGridYZ = 65535;
   auto& enc = mx::cu::get_command_encoder(s);
   for (const auto& l : launches) {
-    require(l.grid[1] <= kMaxGridYZ && l.grid[2] <= kMaxGridYZ, "vqkv_ext", "kernel ", l.kernel,
-            " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
+    require(l.grid[1] <= kMaxGridYZ && l.grid[2] <= kMaxGridYZ, "vqkv_ext", "kernel ",
+            l.kernel.view(), " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
     CUfunction function;
     uint32_t shared_bytes, threads, along = l.grid[0];
     {
       std::lock_guard lock(kernels_mutex);
       auto& all = kernels(enc.device());
+      auto& kernel = all.get(l.kernel.view());
+      function = kernel.function();
       shared_bytes = std::min(l.cuda_shared_bytes, all.most_shared_bytes());
-      function = all.get(l.kernel, shared_bytes);
+      kernel.allow(shared_bytes, l.kernel.view());
       threads = l.threads;
-      if (l.cuda_more_threads > 0 && all.most_threads(function) >= threads + l.cuda_more_threads) {
+      if (l.cuda_more_threads > 0 && kernel.most_threads() >= threads + l.cuda_more_threads) {
         threads += l.cuda_more_threads;
       }
       if (l.cuda_resident) {
-        along = std::min(along, all.resident_blocks(function, threads, shared_bytes));
+        along = std::min(along, kernel.resident_blocks(threads, shared_bytes));
       }
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
     // in for what there is not is named many times.
     for (size_t i = 0; i < l.inputs.size(); ++i) {
-      auto same = [&](const mx::array& other) {
-        return other.data_shared_ptr() == l.inputs[i].data_shared_ptr();
+      auto same = [&](const mx::array* other) {
+        return other->data_shared_ptr() == l.inputs[i]->data_shared_ptr();
       };
       if (std::none_of(l.inputs.begin(), l.inputs.begin() + i, same)) {
-        enc.set_input_array(l.inputs[i]);
+        enc.set_input_array(*l.inputs[i]);
       }
     }
-    for (const auto& a : l.outputs) {
-      enc.set_output_array(a);
+    for (const auto* a : l.outputs) {
+      enc.set_output_array(*a);
     }
     auto bytes = argument_of(l);
     void* argument = &bytes;  // copied into the node

@@ -57,32 +57,32 @@ void allocate_gpu(mx::array& a, const mx::Stream&) {
   a.set_data(mx::allocator::malloc(a.nbytes()));
 }
 
-void run_gpu(const mx::Stream& s, const std::vector<Launch>& launches,
-             std::vector<mx::array> temporaries) {
-  allocate(temporaries, s);
+void run_gpu(const mx::Stream& s, std::span<const Launch> launches, Temporaries& temporaries) {
+  allocate_all(temporaries, s);
   auto& d = mx::metal::device(s.device);
   auto* lib = library(d);
   auto& enc = mx::metal::get_command_encoder(s);
   for (const auto& l : launches) {
-    auto* pipeline = d.get_kernel(l.kernel, lib);
+    auto* pipeline = d.get_kernel(l.kernel.c_str(), lib);
     if (l.threads > pipeline->maxTotalThreadsPerThreadgroup()) {
-      throw std::runtime_error(message("vqkv_ext", "kernel ", l.kernel, " needs ", l.threads,
+      throw std::runtime_error(message("vqkv_ext", "kernel ", l.kernel.view(), " needs ", l.threads,
                                        " threads per threadgroup but this GPU allows ",
                                        pipeline->maxTotalThreadsPerThreadgroup(), "."));
     }
     enc.set_compute_pipeline_state(pipeline);
     int index = 0;
-    for (const auto& a : l.inputs) {
-      enc.set_input_array(a, index++);
+    for (const auto* a : l.inputs) {
+      enc.set_input_array(*a, index++);
     }
-    for (auto a : l.outputs) {
-      enc.set_output_array(a, index++);
+    for (const auto* a : l.outputs) {
+      mx::array written = *a;  // the encoder asks for one that is not const
+      enc.set_output_array(written, index++);
     }
     enc.set_bytes(l.params.data(), static_cast<int>(l.params.size()), index);
     enc.dispatch_threadgroups(MTL::Size(l.grid[0], l.grid[1], l.grid[2]),
                               MTL::Size(l.threads, 1, 1));
   }
-  enc.add_temporaries(temporaries);
+  enc.add_temporaries(std::vector<mx::array>(temporaries.begin(), temporaries.end()));
 }
 
 }  // namespace vqkv::backend

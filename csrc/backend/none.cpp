@@ -23,7 +23,7 @@ void allocate_gpu(mx::array&, const mx::Stream&) {
   refuse();
 }
 
-void run_gpu(const mx::Stream&, const std::vector<Launch>&, std::vector<mx::array>) {
+void run_gpu(const mx::Stream&, std::span<const Launch>, Temporaries&) {
   refuse();
 }
 

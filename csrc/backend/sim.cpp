@@ -24,14 +24,6 @@ void allocate(mx::array& a, const mx::Stream& s) {
   }
 }
 
-void allocate(std::vector<mx::array>& arrays, const mx::Stream& s) {
-  for (auto& a : arrays) {
-    if (!a.data_shared_ptr()) {
-      allocate(a, s);
-    }
-  }
-}
-
 #ifdef VQKV_SIM
 
 bool has_simulator() {
@@ -43,16 +35,16 @@ bool simulated() {
   return e && std::string(e) == "sim";
 }
 
-void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
-                   std::vector<mx::array> temporaries) {
-  allocate(temporaries, s);
+void run_simulated(const mx::Stream& s, std::span<const Launch> launches,
+                   Temporaries& temporaries) {
+  allocate_all(temporaries, s);
   auto& enc = mx::cpu::get_command_encoder(s);
   for (const auto& l : launches) {
     std::vector<sim::Buffer> buffers;
     for (const auto* side : {&l.inputs, &l.outputs}) {
-      for (const auto& a : *side) {
+      for (const auto* a : *side) {
         // data<char>() is null for an array without elements; the kernel must not read it
-        buffers.push_back({a.size() ? const_cast<char*>(a.data<char>()) : nullptr, a.nbytes()});
+        buffers.push_back({a->size() ? const_cast<char*>(a->data<char>()) : nullptr, a->nbytes()});
       }
     }
     enc.dispatch([kernel = l.kernel, buffers = std::move(buffers), params = l.params, grid = l.grid,
@@ -63,7 +55,7 @@ void run_simulated(const mx::Stream& s, const std::vector<Launch>& launches,
       sim::launch(r);
     });
   }
-  enc.add_temporaries(temporaries);
+  enc.add_temporaries(std::vector<mx::array>(temporaries.begin(), temporaries.end()));
 }
 
 std::vector<std::string> simulator_kernels() {
@@ -88,7 +80,7 @@ bool simulated() {
   return false;
 }
 
-void run_simulated(const mx::Stream&, const std::vector<Launch>&, std::vector<mx::array>) {
+void run_simulated(const mx::Stream&, std::span<const Launch>, Temporaries&) {
   throw std::logic_error("[vqkv_ext] the simulator is not part of this build.");
 }
 

@@ -31,22 +31,21 @@ bool takes_halves(const HadamardQuantizeParams& p, int width) {
 
 }  // namespace
 
-std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
-                                    const mx::array& out, bool inverse) {
+Launch hadamard_launch(const mx::array& x, const mx::array& signs, const mx::array& out,
+                       bool inverse) {
   auto p = hadamard_params(x.shape(), x.dtype(), signs.shape(), out.dtype(), inverse);
   Launch l;
-  l.kernel = kernel_name("hadamard", x.shape(-1));
+  l.kernel = KernelName("hadamard", x.shape(-1));
   l.inputs = arrays(x, signs);
   l.outputs = arrays(out);
   l.params.set(p);
   l.grid = {groups(p.rows, kSimdgroups), 1, 1};
   l.threads = 32 * kSimdgroups;
-  return launches(std::move(l));
+  return l;
 }
 
-std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
-                                             const std::vector<mx::array>& out,
-                                             const HadamardCode& code) {
+Launch hadamard_quantize_launch(const std::vector<mx::array>& in, const std::vector<mx::array>& out,
+                                const HadamardCode& code) {
   const bool frozen = in.size() > 3;
   const auto& x = in[0];
   auto p = hadamard_quantize_params(x.shape(), x.dtype(), in[1].shape(), code, frozen);
@@ -58,20 +57,21 @@ std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
   p.tiles = static_cast<int>(groups(p.rows, tile));
   p.groups = static_cast<int>(groups(p.tiles, std::clamp<int64_t>(each, 1, kTiles)));
   Launch l;
-  l.kernel = kernel_name(code.block ? "hadamard_quantize_blocks"
-                         : halves   ? "hadamard_quantize_halves"
-                                    : "hadamard_quantize",
-                         x.shape(-1));
-  l.inputs = in;
+  l.kernel = KernelName(code.block ? "hadamard_quantize_blocks"
+                        : halves   ? "hadamard_quantize_halves"
+                                   : "hadamard_quantize",
+                        x.shape(-1));
+  l.inputs = arrays_of(in);
   if (!code.block && !frozen && !halves) {
-    l.inputs.insert(l.inputs.end(), 2, in[2]);  // in place of the centres, not read
+    l.inputs.push_back(&in[2]);  // in place of the centres, not read
+    l.inputs.push_back(&in[2]);
   }
-  l.outputs = out;
+  l.outputs = arrays_of(out);
   l.params.set(p);
   l.grid = {code.block ? groups(p.rows, code.block) : static_cast<uint32_t>(p.groups), 1, 1};
   l.threads = static_cast<uint32_t>(32 * simdgroups);
   l.cuda_resident = code.block == 0;
-  return launches(std::move(l));
+  return l;
 }
 
 }  // namespace vqkv

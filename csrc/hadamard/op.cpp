@@ -122,7 +122,7 @@ mx::array hadamard(const mx::array& x, const mx::array& signs, bool inverse, mx:
   require(is_float(dtype), op, "dtype must be float32, float16 or bfloat16, but got ", dtype, ".");
   auto s = mx::to_stream(s_);
   return mx::array(x.shape(), dtype, std::make_shared<Hadamard>(s, inverse, dtype),
-                   {contiguous(x, s), contiguous(signs, mx::float32, s)});
+                   inputs_of(contiguous(x, s), contiguous(signs, mx::float32, s)));
 }
 
 std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& signs,
@@ -150,8 +150,8 @@ std::vector<mx::array> hadamard_quantize(const mx::array& x, const mx::array& si
             " a multiple of ", *block, ", but got shape ", x.shape(), ".");
   }
   auto s = mx::to_stream(s_);
-  std::vector<mx::array> inputs{contiguous(x, s), contiguous(signs, mx::float32, s),
-                                contiguous(centroids, mx::float32, s)};
+  auto inputs = inputs_of(contiguous(x, s), contiguous(signs, mx::float32, s),
+                          contiguous(centroids, mx::float32, s));
   if (centres) {
     require(centres->dtype() == mx::int8 && centre_scales->dtype() == mx::bfloat16, op,
             "centres must be int8 and their scales bfloat16, but got ", centres->dtype(), " and ",

@@ -47,11 +47,10 @@ class HadamardQuantize : public mx::Primitive {
 };
 
 /** The launch of each op; output arrays have their data already. */
-std::vector<Launch> hadamard_launch(const mx::array& x, const mx::array& signs,
-                                    const mx::array& out, bool inverse);
-std::vector<Launch> hadamard_quantize_launch(const std::vector<mx::array>& in,
-                                             const std::vector<mx::array>& out,
-                                             const HadamardCode& code);
+Launch hadamard_launch(const mx::array& x, const mx::array& signs, const mx::array& out,
+                       bool inverse);
+Launch hadamard_quantize_launch(const std::vector<mx::array>& in, const std::vector<mx::array>& out,
+                                const HadamardCode& code);
 
 /** Native kernels; both queue on the CPU stream. */
 void hadamard_cpu(const mx::array& x, const mx::array& signs, mx::array& out, bool inverse,

@@ -63,7 +63,7 @@ std::vector<mx::array> qjl_encode(const mx::array& x, const mx::array& sketch,
   check_sketch(op, sketch, "x", x);
   auto s = mx::to_stream(s_);
   auto primitive = std::make_shared<QjlEncode>(s);
-  std::vector<mx::array> in{contiguous(x, s), contiguous(sketch, mx::float32, s)};
+  auto in = inputs_of(contiguous(x, s), contiguous(sketch, mx::float32, s));
   auto shapes = primitive->output_shapes(in);
   return mx::array::make_arrays(shapes, {mx::uint8, mx::bfloat16}, primitive, in);
 }
@@ -96,9 +96,10 @@ mx::array qjl_inner_product(const mx::array& q, const mx::array& sketch, const m
           norms.shape(), ".");
   auto s = mx::to_stream(s_);
   auto primitive = std::make_shared<QjlInnerProduct>(s);
-  std::vector<mx::array> in{contiguous(q, s), contiguous(sketch, mx::float32, s),
-                            contiguous(signs, s), contiguous(norms, s)};
-  return mx::array(primitive->output_shapes(in)[0], mx::float32, primitive, in);
+  auto in = inputs_of(contiguous(q, s), contiguous(sketch, mx::float32, s), contiguous(signs, s),
+                      contiguous(norms, s));
+  auto shapes = primitive->output_shapes(in);
+  return mx::array(std::move(shapes[0]), mx::float32, std::move(primitive), std::move(in));
 }
 
 }  // namespace vqkv

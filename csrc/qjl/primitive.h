@@ -33,10 +33,10 @@ class QjlInnerProduct : public mx::Primitive {
 };
 
 /** The launches of each op; output arrays have their data already. */
-std::vector<Launch> qjl_encode_launch(const mx::array& x, const mx::array& sketch,
-                                      const std::vector<mx::array>& out);
-std::vector<Launch> qjl_inner_product_launch(const std::vector<mx::array>& in, const mx::array& out,
-                                             std::vector<mx::array>& temporaries);
+Launch qjl_encode_launch(const mx::array& x, const mx::array& sketch,
+                         const std::vector<mx::array>& out);
+std::array<Launch, 2> qjl_inner_product_launch(const std::vector<mx::array>& in,
+                                               const mx::array& out, Temporaries& temporaries);
 
 /** Native kernels; both queue on the CPU stream. */
 void qjl_encode_cpu(const mx::array& x, const mx::array& sketch, std::vector<mx::array>& out,

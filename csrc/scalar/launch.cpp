@@ -7,44 +7,42 @@ namespace {
 constexpr int64_t kThreads = 256, kPerThread = 8, kOctets = 8;  // as in metal/scalar.h
 
 /** `octets` of them per thread. */
-std::vector<Launch> launch(std::string kernel, std::vector<mx::array> inputs,
-                           const mx::array& output, const mx::Shape& entries, int bits,
-                           int64_t octets = 1) {
+Launch launch(const KernelName& kernel, const Arrays& inputs, const mx::array& output,
+              const mx::Shape& entries, int bits, int64_t octets = 1) {
   auto p = scalar_params(entries, bits);
-  p.wide = p.rows == 1 && bits <= 4 && octets > 1 && aligned(inputs[0]);
+  p.wide = p.rows == 1 && bits <= 4 && octets > 1 && aligned(*inputs[0]);
   Launch l;
-  l.kernel = std::move(kernel);
-  l.inputs = std::move(inputs);
+  l.kernel = kernel;
+  l.inputs = inputs;
   l.outputs = arrays(output);
   l.params.set(p);
   l.grid = {groups(p.rows * ((p.n + kPerThread - 1) / kPerThread), octets * kThreads), 1, 1};
   l.threads = kThreads;
-  return launches(std::move(l));
+  return l;
 }
 
 }  // namespace
 
-std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
-  return launch(kernel_name("pack_bits", dtype_name(indices.dtype())), arrays(indices), packed,
+Launch pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits) {
+  return launch(KernelName("pack_bits", dtype_name(indices.dtype())), arrays(indices), packed,
                 indices.shape(), bits, kOctets);
 }
 
-std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices,
-                                       int bits) {
-  return launch(kernel_name("unpack_bits", dtype_name(indices.dtype())), arrays(packed), indices,
+Launch unpack_bits_launch(const mx::array& packed, const mx::array& indices, int bits) {
+  return launch(KernelName("unpack_bits", dtype_name(indices.dtype())), arrays(packed), indices,
                 indices.shape(), bits, kOctets);
 }
 
-std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
-                                           const mx::array& packed, int bits) {
-  return launch(kernel_name("quantize_scalar", dtype_name(x.dtype())), arrays(x, centroids), packed,
+Launch quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
+                              const mx::array& packed, int bits) {
+  return launch(KernelName("quantize_scalar", dtype_name(x.dtype())), arrays(x, centroids), packed,
                 x.shape(), bits);
 }
 
-std::vector<Launch> dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
-                                             const mx::array& out, int bits) {
-  return launch(kernel_name("dequantize_scalar", dtype_name(out.dtype())),
-                arrays(packed, centroids), out, out.shape(), bits);
+Launch dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
+                                const mx::array& out, int bits) {
+  return launch(KernelName("dequantize_scalar", dtype_name(out.dtype())), arrays(packed, centroids),
+                out, out.shape(), bits);
 }
 
 }  // namespace vqkv

@@ -65,7 +65,8 @@ mx::array pack_bits(const mx::array& indices, int bits, mx::StreamOrDevice s_) {
           index_dtype(bits), ", but got ", indices.dtype(), ".");
   auto shape = packed_shape(op, indices.shape(), bits);
   auto s = mx::to_stream(s_);
-  return mx::array(shape, mx::uint8, std::make_shared<PackBits>(s, bits), {contiguous(indices, s)});
+  return mx::array(std::move(shape), mx::uint8, std::make_shared<PackBits>(s, bits),
+                   inputs_of(contiguous(indices, s)));
 }
 
 mx::array unpack_bits(const mx::array& packed, int bits, int n, mx::StreamOrDevice s_) {
@@ -74,8 +75,8 @@ mx::array unpack_bits(const mx::array& packed, int bits, int n, mx::StreamOrDevi
   check_packed(op, packed);
   auto shape = unpacked_shape(op, packed.shape(), bits, n);
   auto s = mx::to_stream(s_);
-  return mx::array(shape, index_dtype(bits), std::make_shared<UnpackBits>(s, bits, n),
-                   {contiguous(packed, s)});
+  return mx::array(std::move(shape), index_dtype(bits), std::make_shared<UnpackBits>(s, bits, n),
+                   inputs_of(contiguous(packed, s)));
 }
 
 mx::array quantize_scalar(const mx::array& x, const mx::array& centroids, int bits,
@@ -87,8 +88,8 @@ mx::array quantize_scalar(const mx::array& x, const mx::array& centroids, int bi
   check_centroids(op, centroids, bits);
   auto shape = packed_shape(op, x.shape(), bits);
   auto s = mx::to_stream(s_);
-  return mx::array(shape, mx::uint8, std::make_shared<QuantizeScalar>(s, bits),
-                   {contiguous(x, s), contiguous(centroids, mx::float32, s)});
+  return mx::array(std::move(shape), mx::uint8, std::make_shared<QuantizeScalar>(s, bits),
+                   inputs_of(contiguous(x, s), contiguous(centroids, mx::float32, s)));
 }
 
 mx::array dequantize_scalar(const mx::array& packed, const mx::array& centroids, int bits, int n,
@@ -101,8 +102,8 @@ mx::array dequantize_scalar(const mx::array& packed, const mx::array& centroids,
   require(is_float(out), op, "dtype must be float32, float16 or bfloat16, but got ", out, ".");
   auto shape = unpacked_shape(op, packed.shape(), bits, n);
   auto s = mx::to_stream(s_);
-  return mx::array(shape, out, std::make_shared<DequantizeScalar>(s, bits, n),
-                   {contiguous(packed, s), contiguous(centroids, out, s)});
+  return mx::array(std::move(shape), out, std::make_shared<DequantizeScalar>(s, bits, n),
+                   inputs_of(contiguous(packed, s), contiguous(centroids, out, s)));
 }
 
 }  // namespace vqkv

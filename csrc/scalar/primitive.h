@@ -81,12 +81,12 @@ class DequantizeScalar : public mx::Primitive {
 };
 
 /** The launch of each op; output arrays have their data already. */
-std::vector<Launch> pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits);
-std::vector<Launch> unpack_bits_launch(const mx::array& packed, const mx::array& indices, int bits);
-std::vector<Launch> quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
-                                           const mx::array& packed, int bits);
-std::vector<Launch> dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
-                                             const mx::array& out, int bits);
+Launch pack_bits_launch(const mx::array& indices, const mx::array& packed, int bits);
+Launch unpack_bits_launch(const mx::array& packed, const mx::array& indices, int bits);
+Launch quantize_scalar_launch(const mx::array& x, const mx::array& centroids,
+                              const mx::array& packed, int bits);
+Launch dequantize_scalar_launch(const mx::array& packed, const mx::array& centroids,
+                                const mx::array& out, int bits);
 
 /** Native kernels; all queue on the CPU stream. */
 void pack_bits_cpu(const mx::array& indices, mx::array& packed, int bits, const mx::Stream& s);

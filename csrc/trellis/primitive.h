@@ -25,9 +25,8 @@ class TrellisEncode : public mx::Primitive {
 };
 
 /** The launch; output arrays have their data already. */
-std::vector<Launch> trellis_encode_launch(const std::vector<mx::array>& in,
-                                          const std::vector<mx::array>& out,
-                                          const TrellisCode& code);
+Launch trellis_encode_launch(const std::vector<mx::array>& in, const std::vector<mx::array>& out,
+                             const TrellisCode& code);
 
 /** Native kernel; queues on the CPU stream. */
 void trellis_encode_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out,

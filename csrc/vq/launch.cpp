@@ -9,8 +9,7 @@ constexpr int64_t kThreads = 128, kPerThread = 4, kStage = 4096;  // as in metal
 constexpr int64_t kQuadRows = 256, kQuadVectors = 256;
 }  // namespace
 
-std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
-                                       const mx::array& codes) {
+Launch quantize_vq_launch(const mx::array& x, const mx::array& codebook, const mx::array& codes) {
   auto p = vq_params("quantize_vq", x.shape(), codebook.shape(), false);
   require(p.dims <= kStage, "quantize_vq", "the GPU kernel takes codebook rows of up to ", kStage,
           " values, but got ", p.dims, ".");
@@ -21,29 +20,29 @@ std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& code
       backend::quad_matrices() && held && p.rows <= kQuadRows && each >= kQuadVectors;
   p.threadgroups = static_cast<int>(groups(each, quads ? kThreads : kThreads * kPerThread));
   Launch l;
-  l.kernel = quads ? kernel_name("quantize_vq_quads", dtype_name(x.dtype()), p.dims)
-                   : kernel_name("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
-                                 held ? p.dims : 0);
+  l.kernel = quads ? KernelName("quantize_vq_quads", dtype_name(x.dtype()), p.dims)
+                   : KernelName("quantize_vq", dtype_name(x.dtype()), dtype_name(codes.dtype()),
+                                held ? p.dims : 0);
   l.inputs = arrays(x, codebook);
   l.outputs = arrays(codes);
   l.params.set(p);
   l.grid = {static_cast<uint32_t>(p.threadgroups), groups(books, 1), 1};
   l.cuda_resident = quads;
   l.threads = kThreads;
-  return launches(std::move(l));
+  return l;
 }
 
-std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
-                                         const mx::array& out) {
+Launch dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
+                            const mx::array& out) {
   auto p = vq_params("dequantize_vq", codes.shape(), codebook.shape(), true);
   Launch l;
-  l.kernel = kernel_name("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
+  l.kernel = KernelName("dequantize_vq", dtype_name(out.dtype()), dtype_name(codes.dtype()));
   l.inputs = arrays(codes, codebook);
   l.outputs = arrays(out);
   l.params.set(p);
   l.grid = {groups(codes.size(), kThreads), 1, 1};
   l.threads = kThreads;
-  return launches(std::move(l));
+  return l;
 }
 
 }  // namespace vqkv

@@ -61,8 +61,8 @@ mx::array quantize_vq(const mx::array& x, const mx::array& codebook, mx::StreamO
   auto shape = x.shape();
   shape.back() = p.groups;
   auto dtype = p.rows <= 256 ? mx::uint8 : mx::uint16;
-  return mx::array(shape, dtype, std::make_shared<QuantizeVQ>(s),
-                   {contiguous(x, s), contiguous(codebook, mx::float32, s)});
+  return mx::array(std::move(shape), dtype, std::make_shared<QuantizeVQ>(s),
+                   inputs_of(contiguous(x, s), contiguous(codebook, mx::float32, s)));
 }
 
 mx::array dequantize_vq(const mx::array& codes, const mx::array& codebook,
@@ -78,8 +78,8 @@ mx::array dequantize_vq(const mx::array& codes, const mx::array& codebook,
   auto s = mx::to_stream(s_);
   auto shape = codes.shape();
   shape.back() = p.groups * p.dims;
-  return mx::array(shape, out, std::make_shared<DequantizeVQ>(s),
-                   {contiguous(codes, s), contiguous(codebook, out, s)});
+  return mx::array(std::move(shape), out, std::make_shared<DequantizeVQ>(s),
+                   inputs_of(contiguous(codes, s), contiguous(codebook, out, s)));
 }
 
 mx::array fake_quantize_vq(const mx::array& x, const mx::array& codebook, mx::StreamOrDevice s_) {

@@ -45,11 +45,10 @@ class StraightThrough : public mx::Primitive {
   const char* name() const override { return "StraightThrough"; }
 };
 
-/** The launches of each op; output arrays have their data already. */
-std::vector<Launch> quantize_vq_launch(const mx::array& x, const mx::array& codebook,
-                                       const mx::array& codes);
-std::vector<Launch> dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
-                                         const mx::array& out);
+/** The launch of each op; output arrays have their data already. */
+Launch quantize_vq_launch(const mx::array& x, const mx::array& codebook, const mx::array& codes);
+Launch dequantize_vq_launch(const mx::array& codes, const mx::array& codebook,
+                            const mx::array& out);
 
 /** Native kernels; both queue on the CPU stream. */
 void quantize_vq_cpu(const mx::array& x, const mx::array& codebook, mx::array& codes,

@@ -6,6 +6,9 @@ import mlx.core as mx
 
 from .. import _ext
 
+# There are CPU kernels in every build, so a build with kernels for the GPU has some everywhere.
+EVERYWHERE = _ext.gpu_executor() != "none"
+
 
 def executor() -> str:
     """What native ops on the default device run on: ``"cpu"``, ``"metal"``, ``"cuda"``, ``"sim"``,
@@ -27,12 +30,12 @@ def native(use_metal_kernels: bool | None, what: str = "ops") -> bool:
     Raises:
         RuntimeError: ``use_metal_kernels`` is True where the default device has no Metal kernels.
     """
-    if use_metal_kernels is False:
-        return False
+    if use_metal_kernels is None:
+        return EVERYWHERE or _ext.has_kernels()
     if use_metal_kernels and executor() in ("cpu", "none"):
         raise RuntimeError(
             f"[{what}] use_metal_kernels=True needs a GPU and a build with a GPU executor, but the "
             f"default device is {mx.default_device()} and this build's GPU executor is "
             f"{_ext.gpu_executor()!r}."
         )
-    return _ext.has_kernels()
+    return use_metal_kernels
