@@ -47,7 +47,7 @@ from report import (
 from rich.console import Console
 
 from vqkv_ext.adapters.mlx_lm import make_prompt_cache, model_shape
-from vqkv_ext.codecs.calibration import ModelShape
+from vqkv_ext.codecs.calibration import Calibration, ModelShape
 from vqkv_ext.codecs.presets import PRESETS
 from vqkv_ext.evaluation import stock_cache
 
@@ -63,7 +63,7 @@ def make_cache(model: nn.Module, kind: str) -> list[Any]:
         return stock_cache(model)
     if found := re.fullmatch(r"kv_bits=(\d)", kind):
         return stock_cache(model, int(found[1]))
-    return make_prompt_cache(model, kind)
+    return make_prompt_cache(model, kind if kind in PRESETS else Calibration.load(kind))
 
 
 def fill(cache: list[Any], shape: ModelShape, dtype: mx.Dtype, batch: int, tokens: int) -> None:
@@ -144,7 +144,8 @@ def measure_context(
     case = f"{name}, {f'{batch} x ' if batch > 1 else ''}{context}"
 
     def row(kind: str, **more: Any) -> Row:
-        return {"case": case, "model": name, "batch": batch, "context": context, "cache": kind,
+        return {"case": case, "model": name, "batch": batch, "context": context,
+                "cache": os.path.basename(kind),
                 "dtype": str(dtype).removeprefix("mlx.core."), "not_there": {}, **more}  # fmt: skip
 
     def ready(kind: str) -> tuple[list[Any], int]:
@@ -257,7 +258,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--contexts", nargs="+", type=parse_context, metavar="[BATCHx]TOKENS")
     parser.add_argument("--caches", nargs="*", default=CACHES, metavar="CACHE",
-                        help="kv_bits=N of mlx-lm, or presets")  # fmt: skip
+                        help="kv_bits=N of mlx-lm, presets, or calibration files")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="per run, 4 to 64")
     parser.add_argument("--rounds", type=int, default=5 if gpu else 3, help="pairs of runs")
     parser.add_argument("--layers", type=int, help="of models with random weights")
@@ -270,8 +271,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not 4 <= args.tokens <= 64:
         parser.error(f"--tokens must be 4 to 64, but got {args.tokens}")
     for kind in args.caches:
-        if not re.fullmatch(r"kv_bits=\d", kind) and kind not in PRESETS:
-            parser.error(f"--caches must be kv_bits=N or presets, but got {kind}")
+        known = re.fullmatch(r"kv_bits=\d", kind) or kind in PRESETS or os.path.isfile(kind)
+        if not known:
+            parser.error(f"--caches must be kv_bits=N, presets or files, but got {kind}")
     if args.rounds < 1 or (args.layers is not None and args.layers < 1):
         parser.error("--rounds and --layers must be at least 1")
     return args
