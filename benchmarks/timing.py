@@ -16,22 +16,31 @@ def milliseconds(
     rounds: int = 7,
     warmup: int = 2,
     together: int = 1,
+    ahead: int = 1,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> list[float]:
     """Median (or `pick`) of each call's times, taken in turns so that all meet the same machine.
 
     With ``together`` several calls are evaluated at once and share the time of getting there, as
-    the layers of a model do.
+    the layers of a model do; with ``ahead`` so many evaluations are queued before the last is
+    waited for, as generating does, so that the device is busy while the host queues the next.
     """
+
+    def run(call: Callable[[], mx.array]) -> float:
+        start = time.perf_counter()
+        for _ in range(ahead):
+            made = [call() for _ in range(together)]
+            mx.async_eval(made)
+        mx.eval(made)
+        return 1e3 * (time.perf_counter() - start) / (together * ahead)
+
     for _ in range(warmup):
         for call in calls:
-            mx.eval([call() for _ in range(together)])
+            run(call)
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for i, call in enumerate(calls):
-            start = time.perf_counter()
-            mx.eval([call() for _ in range(together)])
-            times[i].append(1e3 * (time.perf_counter() - start) / together)
+            times[i].append(run(call))
     return [pick(t) for t in times]
 
 
