@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -40,7 +41,7 @@ int device_attribute(CUdevice_attribute attribute, const char* what) {
   return value;
 }
 
-/** A kernel of the current device, which is asked once for what it takes. */
+/** A kernel of the current device, which is asked for what it takes once, or by several threads. */
 class Kernel {
  public:
   explicit Kernel(CUfunction function) : function_(function) {}
@@ -84,13 +85,14 @@ class Kernel {
 
  private:
   CUfunction function_;
-  bool allowed_ = false;
-  uint32_t most_threads_ = 0, resident_blocks_ = 0;  // 0: not known yet
+  std::atomic<bool> allowed_ = false;
+  std::atomic<uint32_t> most_threads_ = 0, resident_blocks_ = 0;  // 0: not known yet
 };
 
 /** The kernels of one device. Its context must be current; they stay loaded. */
 class Kernels {
  public:
+  /** Before all else, by one thread at a time. */
   void load() {
     if (!modules_.empty()) {
       return;
@@ -107,7 +109,7 @@ class Kernels {
       for (auto function : all) {
         const char* name = nullptr;
         check(cuFuncGetName(&name, function), "the name of a CUDA kernel");
-        kernels.emplace(name + sizeof("vqkv_") - 1, function);
+        kernels.try_emplace(name + sizeof("vqkv_") - 1, function);
       }
     }
     modules_ = std::move(modules);
@@ -115,7 +117,6 @@ class Kernels {
   }
 
   Kernel& get(std::string_view name) {
-    load();
     auto it = kernels_.find(name);
     if (it == kernels_.end()) {
       throw std::runtime_error(message("vqkv_ext", "kernel ", name, " is not in this build."));
@@ -140,18 +141,26 @@ class Kernels {
   // by their name without the prefix
   using ByName = std::unordered_map<std::string, Kernel, Hash, std::equal_to<>>;
 
-  uint32_t most_shared_bytes_ = 0;
+  std::atomic<uint32_t> most_shared_bytes_ = 0;
   std::vector<CUmodule> modules_;
   ByName kernels_;
 };
 
-std::mutex kernels_mutex;
-
-/** Makes the device current; hold kernels_mutex. */
+/** Makes the device current and loads its kernels. */
 Kernels& kernels(mx::cu::Device& device) {
+  static std::mutex mutex;
   static std::map<int, Kernels> all;
+  thread_local const mx::cu::Device* last = nullptr;
+  thread_local Kernels* of_last = nullptr;
   device.make_current();
-  return all[device.cuda_device()];
+  if (last != &device) {
+    std::lock_guard lock(mutex);
+    auto& found = all[device.cuda_device()];
+    found.load();
+    of_last = &found;
+    last = &device;
+  }
+  return *of_last;
 }
 
 // metal/compat/cuda.h: a kernel has one argument, the pointers to its buffers and then the params.
@@ -225,8 +234,7 @@ const char* gpu_executor() {
 
 std::string kernel_library() {
   if (mx::cu::is_available()) {
-    std::lock_guard lock(kernels_mutex);
-    kernels(mx::cu::device(mx::Device::gpu)).load();
+    kernels(mx::cu::device(mx::Device::gpu));
   }
   return "fatbin";
 }
@@ -239,22 +247,18 @@ void run_gpu(const mx::Stream& s, std::span<const Launch> launches, Temporaries&
     require(l.grid[1] <= kMaxGridYZ && l.grid[2] <= kMaxGridYZ, "vqkv_ext", "kernel ",
             l.kernel.view(), " needs a grid of ", l.grid[0], " x ", l.grid[1], " x ", l.grid[2],
             " thread blocks, but CUDA allows ", kMaxGridYZ, " along the last two axes.");
-    CUfunction function;
-    uint32_t shared_bytes, threads, along = l.grid[0];
-    {
-      std::lock_guard lock(kernels_mutex);
-      auto& all = kernels(enc.device());
-      auto& kernel = all.get(l.kernel.view());
-      function = kernel.function();
+    auto& all = kernels(enc.device());
+    auto& kernel = all.get(l.kernel.view());
+    uint32_t shared_bytes = 0, threads = l.threads, along = l.grid[0];
+    if (l.cuda_shared_bytes > 0) {
       shared_bytes = std::min(l.cuda_shared_bytes, all.most_shared_bytes());
       kernel.allow(shared_bytes, l.kernel.view());
-      threads = l.threads;
-      if (l.cuda_more_threads > 0 && kernel.most_threads() >= threads + l.cuda_more_threads) {
-        threads += l.cuda_more_threads;
-      }
-      if (l.cuda_resident) {
-        along = std::min(along, kernel.resident_blocks(threads, shared_bytes));
-      }
+    }
+    if (l.cuda_more_threads > 0 && kernel.most_threads() >= threads + l.cuda_more_threads) {
+      threads += l.cuda_more_threads;
+    }
+    if (l.cuda_resident) {
+      along = std::min(along, kernel.resident_blocks(threads, shared_bytes));
     }
     // Every input costs the graph a dependency and counts as memory that it holds. One that stands
     // in for what there is not is named many times.
@@ -271,8 +275,8 @@ void run_gpu(const mx::Stream& s, std::span<const Launch> launches, Temporaries&
     }
     auto bytes = argument_of(l);
     void* argument = &bytes;  // copied into the node
-    enc.add_kernel_node_raw(function, dim3(along, l.grid[1], l.grid[2]), dim3(threads), dim3(),
-                            shared_bytes, &argument);
+    enc.add_kernel_node_raw(kernel.function(), dim3(along, l.grid[1], l.grid[2]), dim3(threads),
+                            dim3(), shared_bytes, &argument);
   }
   for (const auto& a : temporaries) {
     enc.add_temporary(a);
