@@ -4,8 +4,8 @@
 // A score, half a squared distance, is |x|^2 / 2 + |c|^2 / 2 - <x, c>. A product of 16-bit matrices
 // has 16 terms. With numbers as sums of two of 16 bits, x = x1 + x2 and c = c1 + c2, four
 // dimensions take 12 of them, -x1 c1 - x2 c1 - x1 c2, and |c|^2 / 2 in three parts, times 1, as
-// many as are left: about what float32 gives. |x|^2 / 2 is what the sums start with. Scores say
-// which groups of rows may hold the nearest; distances to the rows of these decide.
+// many as are left: about what float32 gives. |x|^2 / 2, equal for all rows, is left out. Scores
+// say which groups of rows may hold the nearest; distances to the rows of these decide.
 #pragma once
 
 #include "vq.h"
@@ -19,7 +19,7 @@
 // Vectors longer than so many of the units in which codebook values are below 16 are compared with
 // all rows; nothing overflows before.
 #define VQ_QUAD_LONGEST 2048.0f
-// Scores, half distances and what they are made of are off by less than 4.5e-6 (|x|^2 + |c|^2).
+// Scores, half distances and what they are made of are off by less than 3.8e-6 (|x|^2 + |c|^2).
 #define VQ_QUAD_MARGIN 7.6e-6f
 
 METAL_FUNC half2 vq_halves(float x) {
@@ -208,6 +208,9 @@ kernel void quantize_vq_quads(device const T* x [[buffer(0)]],
   UNROLL
   for (int i = 0; i < SIMDS; i++)
     half_norms = metal::max(half_norms, largest[SIMDS + i]);
+  // If every row has a NaN all scores are infinite, and so is the limit: their difference is a NaN,
+  // whose sign says nothing. (Rows of zeros beside such are compared one by one as well.)
+  const bool told = ordinary && half_norms > 0.0f;
 
   const long step = long(threadgroups_in_grid(p.threadgroups)) * VQ_THREADS;
   long i = long(tgid.x) * VQ_THREADS + tid;
@@ -242,7 +245,7 @@ kernel void quantize_vq_quads(device const T* x [[buffer(0)]],
                     : vq_quad_groups<D, false>(left, rights, margin, parts, lane);
     float best = INFINITY;
     uint code = 0;
-    if (ordinary && half_norm <= 0.5f * VQ_QUAD_LONGEST * VQ_QUAD_LONGEST) {
+    if (told && half_norm <= 0.5f * VQ_QUAD_LONGEST * VQ_QUAD_LONGEST) {
       while (near != 0) {
         const int bit = int(metal::ctz(near));
         near &= near - 1;

@@ -174,6 +174,21 @@ def test_nan_and_inf_never_win(rng, dims):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("rows", [1, 31, 100, 224, 256])
+@pytest.mark.parametrize("dims", [2, 4, 8])
+def test_rows_that_all_have_a_nan(rng, dims, rows):
+    """No score is finite, and none of the rows that kernels pad a codebook with may win."""
+    x = random(rng, (300, dims))
+    mx.eval(ops.quantize_vq(x, random(rng, (256, dims))))  # left in the memory of threadgroups
+    book = np.array(random(rng, (rows, dims)))
+    book[:, 0] = np.nan
+    assert not np.array(ops.quantize_vq(x, mx.array(book))).any()
+    book[rows // 2] = 0  # the one row, of no length
+    codes = ops.quantize_vq(x, mx.array(book))
+    assert np.array_equal(np.array(codes), np.full((300, 1), rows // 2))
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_code_without_a_row_decodes_to_nan(dtype):
     book = mx.ones((3, 2), DTYPES[dtype])
