@@ -30,7 +30,8 @@ METAL_FUNC uint hadamard_cell(float x, float slope) {
 }
 
 METAL_FUNC float hadamard_bound(device const float* centroids, uint i) {
-  return 0.5f * (centroids[i] + centroids[i + 1]) + 0.0f;  // no bound is -0
+  const float bound = 0.5f * (centroids[i] + centroids[i + 1]) + 0.0f;  // no bound is -0
+  return metal::isnan(bound) ? INFINITY : bound;  // of -inf and inf: no value is above it
 }
 
 // The cells, by whole simdgroups: those of threads from tid on. Bounds keep a distance from the

@@ -92,6 +92,8 @@ TABLES = {
     "pair": [-0.5, 2.5],
     "equal pair": [0.5, 0.5],
     "infinite pair": [-np.inf, 1.0],
+    "both infinite": [-np.inf, np.inf],
+    "infinite halves": [-np.inf] * 8 + [np.inf] * 8,
 }
 
 
