@@ -12,7 +12,7 @@ PYTHON_FILES := python tests benchmarks tools cmake
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'metal/*' 'tests/*.cpp' 'tools/*.h')
 
 .PHONY: demo test install deps dev lint format macos-check macos-wheel linux-wheel sdist \
-  check-dist docs asan clean
+  check-dist docs asan races clean
 
 demo: install
 	$(BIN)/python benchmarks/demo.py $(ARGS)
@@ -95,6 +95,9 @@ $(DOCS)/.installed: pyproject.toml tools/requirements.py
 
 asan: $(DEPENDENCIES)
 	VENV=$(VENV) bash tools/sanitize.sh
+
+races: $(DEPENDENCIES)
+	VENV=$(VENV) bash tools/races.sh
 
 clean:
 	rm -rf build $(VENV) demo_output

@@ -75,7 +75,9 @@ const Kernel& find(const Request& r) {
 }
 
 void run(Job& job, int n_threads) {
-  if (n_threads <= 0)
+  if (accesses_are_seen())
+    n_threads = 1;
+  else if (n_threads <= 0)
     n_threads = int(std::thread::hardware_concurrency());
   const uint64_t n = std::min<uint64_t>(std::clamp(n_threads, 1, kMaxWorkers), job.threadgroups());
   while (workers.size() < n)

@@ -1,7 +1,8 @@
 // Runs Metal kernels on the host, one fiber per simulated thread, and reports what a GPU would
 // silently get wrong: barriers and simdgroup functions that only part of the threads reach, access
 // outside buffers, writes to const buffers, too much threadgroup memory. What a kernel never wrote
-// holds 0xff bytes (NaN). Races show as results that depend on the order of threads.
+// holds 0xff bytes (NaN). Races show as results that depend on the order of threads; where kernels
+// are compiled with -fsanitize=thread (and all is linked without it), they are reported: races.h.
 //
 // Sources: csrc/simulator/*.cpp, C++17, with the threads library; kernels.cpp needs -fsigned-char
 // (MSL's char) and -ffp-contract=off (so that only metal::fma fuses). Link them as objects: a

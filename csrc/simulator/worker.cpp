@@ -52,11 +52,14 @@ void Worker::thread_main() {
   std::abort();
 }
 
-void Worker::wait(State state, const char* operation, Site site) {
+void Worker::wait(State state, const char* operation, Site site, unsigned memory,
+                  const void* gate) {
   Thread* t = thread_;
   t->state = state;
   t->operation = operation;
   t->site = site;
+  t->memory = memory;
+  t->gate = gate;
   t->fiber.suspend(host_);
 }
 
@@ -68,16 +71,33 @@ Exchange& Worker::exchange(const void* value, size_t size, const char* operation
   return e;
 }
 
-void Worker::barrier(const char* operation, Site site) {
-  wait(State::in_threadgroup, operation, site);
+void Worker::barrier(unsigned memory, const char* operation, Site site) {
+  wait(State::in_threadgroup, operation, site, memory);
+}
+
+void Worker::simdgroup_barrier(unsigned memory, const char* operation, Site site) {
+  wait(State::in_simdgroup, operation, site, memory);
+}
+
+void Worker::arrive(const void* gate, const char* operation, Site site) {
+  wait(State::in_simdgroup, operation, site, 0, gate);
 }
 
 void Worker::gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
                   const char* operation, Site site) {
   thread_->open = open;
-  thread_->gate = gate;
   thread_->round = round;
-  wait(State::at_gate, operation, site);
+  wait(State::at_gate, operation, site, 0, gate);
+}
+
+void Worker::access(const void* address, size_t size, bool writes) {
+  if (!thread_ || job_->failed.load(std::memory_order_relaxed))
+    return;
+  std::string race;
+  if (races_.access(thread_->tid, address, size, writes, race)) {
+    fail("race in " + where() + ": thread " + std::to_string(thread_->tid) + ", after " +
+         point(*thread_) + ", " + race);
+  }
 }
 
 void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, const char* name) {
@@ -95,6 +115,8 @@ void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, con
   __asan_poison_memory_region(a.data + size, allocated - size);
 #endif
   arrays_.push_back(a);
+  if (accesses_are_seen())
+    races_.watch_array(a.data, size, name, (job_->threads + kSimdWidth - 1) / kSimdWidth);
   array_bytes_ += size;
   if (array_bytes_ > kMaxThreadgroupMemory) {
     fail("threadgroup memory of " + std::to_string(array_bytes_) + " bytes exceeds " +
@@ -106,8 +128,14 @@ void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, con
 Exchange& exchange(const void* value, size_t size, const char* operation, Site site) {
   return Worker::current()->exchange(value, size, operation, site);
 }
-void barrier(const char* operation, Site site) {
-  Worker::current()->barrier(operation, site);
+void barrier(unsigned memory, const char* operation, Site site) {
+  Worker::current()->barrier(memory, operation, site);
+}
+void simdgroup_barrier(unsigned memory, const char* operation, Site site) {
+  Worker::current()->simdgroup_barrier(memory, operation, site);
+}
+void arrive(const void* gate, const char* operation, Site site) {
+  Worker::current()->arrive(gate, operation, site);
 }
 void gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
           const char* operation, Site site) {
@@ -134,15 +162,17 @@ bool Worker::same_point(const Thread& a, const Thread& b) {
          (a.site.file == b.site.file || !std::strcmp(a.site.file, b.site.file));
 }
 
+std::string Worker::point(const Thread& t) {
+  std::string s = t.operation;
+  if (t.site.line)
+    s += std::string(" ") + base_name(t.site.file) + ":" + std::to_string(t.site.line);
+  return s;
+}
+
 bool Worker::together(const Thread& a, const Thread& b) {
   if (same_point(a, b))
     return true;
-  auto at = [](const Thread& t) {
-    std::string s = "thread " + std::to_string(t.tid) + " at " + t.operation;
-    if (t.site.line)
-      s += std::string(" ") + base_name(t.site.file) + ":" + std::to_string(t.site.line);
-    return s;
-  };
+  auto at = [](const Thread& t) { return "thread " + std::to_string(t.tid) + " at " + point(t); };
   fail("divergence in " + where() + ": " + at(a) + ", " + at(b));
   return false;
 }
@@ -153,6 +183,8 @@ void Worker::start_threads() {
     t.tid = i;
     t.fiber.start(thread_main, i, t.state == State::done);
     t.state = State::ready;
+    t.operation = "the start";
+    t.site = Site{"", 0, 0};
   }
   for (unsigned s = 0; s * kSimdWidth < job_->threads; s++) {
     simdgroups_[s].lanes = std::min(kSimdWidth, job_->threads - s * kSimdWidth);
@@ -185,6 +217,9 @@ bool Worker::advance_simdgroup(unsigned index) {
     }
     if (lanes[0].state != State::in_simdgroup)
       return true;
+    if (lanes[0].gate)
+      races_.arrive(index, lanes[0].gate);
+    races_.simdgroup_barrier(index, lanes[0].memory);
     s.exchanges[s.parity].lanes = s.lanes;
     s.exchanges[s.parity].has_result = false;
     s.parity ^= 1;
@@ -203,6 +238,7 @@ bool Worker::advance_to_barrier(const unsigned* turn, unsigned n) {
       if (lanes[0].state == State::at_gate && lanes[0].open(lanes[0].gate, lanes[0].round)) {
         for (unsigned i = 0; i < simdgroups_[turn[k]].lanes; i++)
           lanes[i].state = State::ready;
+        races_.pass(turn[k], lanes[0].gate);
       }
       if (lanes[0].state == State::ready) {
         if (!advance_simdgroup(turn[k]))
@@ -222,6 +258,7 @@ bool Worker::advance_to_barrier(const unsigned* turn, unsigned n) {
 void Worker::run_threadgroup() {
   const unsigned n = (job_->threads + kSimdWidth - 1) / kSimdWidth;
   poison_arrays();
+  races_.begin_threadgroup(n);
   start_threads();
   random_.seed(unsigned(job_->order) * 7919u + tgid_[0] + 31u * tgid_[1] + 961u * tgid_[2]);
   unsigned turn[kMaxThreads / kSimdWidth];
@@ -239,6 +276,7 @@ void Worker::run_threadgroup() {
     }
     if (threads_[0].state == State::done)
       break;
+    races_.barrier(threads_[0].memory);
     for (unsigned i = 0; i < job_->threads; i++)
       threads_[i].state = State::ready;
   }
@@ -249,6 +287,12 @@ void Worker::run(Job& job) {
   job_ = &job;
   current_worker = this;
   const uint64_t total = job.threadgroups();
+  if (accesses_are_seen()) {
+    for (size_t i = 0; i < job.buffers.size(); i++) {
+      if (job.buffers[i].writable())
+        races_.watch_buffer(job.buffers[i].data(), job.buffers[i].size(), i);
+    }
+  }
   if (!sigsetjmp(escape_, 1)) {  // memory_fault() jumps back here
     while (!job.failed.load(std::memory_order_relaxed)) {
       uint64_t i = job.next++;
@@ -296,6 +340,7 @@ void Worker::free_arrays() {
     std::free(a.data);
   }
   arrays_.clear();
+  races_.clear();
   array_bytes_ = 0;
 }
 

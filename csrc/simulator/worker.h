@@ -8,6 +8,7 @@
 
 #include "fiber.h"
 #include "job.h"
+#include "races.h"
 
 namespace vqkv::sim {
 
@@ -35,11 +36,15 @@ class Worker {
 
   // Called by kernels through hooks.h.
   Exchange& exchange(const void* value, size_t size, const char* operation, Site);
-  void barrier(const char* operation, Site);
+  void barrier(unsigned memory, const char* operation, Site);
+  void simdgroup_barrier(unsigned memory, const char* operation, Site);
+  void arrive(const void* gate, const char* operation, Site);
   void gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
             const char* operation, Site);
   void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);
   unsigned lane() const { return thread_->tid % kSimdWidth; }
+  /** A thread reads or writes memory; called where accesses are seen. */
+  void access(const void* address, size_t size, bool writes);
 
  private:
   enum class State : unsigned char { ready, in_simdgroup, in_threadgroup, at_gate, done };
@@ -50,8 +55,9 @@ class Worker {
     State state = State::done;
     const char* operation = "";
     Site site{"", 0, 0};
+    unsigned memory = 0;                            // what the barrier it waits at orders
     bool (*open)(const void*, unsigned) = nullptr;  // what it waits for at a gate
-    const void* gate = nullptr;
+    const void* gate = nullptr;                     // this one, or that it arrives at
     unsigned round = 0;
   };
   struct Simdgroup {
@@ -68,6 +74,7 @@ class Worker {
 
   static void thread_main();
   static bool same_point(const Thread& a, const Thread& b);
+  static std::string point(const Thread& t);
 
   void run_threadgroup();
   void start_threads();
@@ -75,7 +82,8 @@ class Worker {
   bool advance_to_barrier(const unsigned* turn, unsigned n);
   bool together(const Thread& a, const Thread& b);
   void resume(Thread& t);
-  void wait(State state, const char* operation, Site site);
+  void wait(State state, const char* operation, Site site, unsigned memory = 0,
+            const void* gate = nullptr);
   void poison_arrays();
   void check_arrays();
   void free_arrays();
@@ -90,6 +98,7 @@ class Worker {
   unsigned tgid_[3] = {0, 0, 0};
   std::vector<Array> arrays_;
   size_t array_bytes_ = 0;
+  Races races_;
   std::minstd_rand random_;
   sigjmp_buf escape_;
 };

@@ -53,10 +53,17 @@ struct Exchange {
  */
 Exchange& exchange(const void* value, size_t size, const char* operation, Site);
 unsigned lane();
-void barrier(const char* operation, Site);
+
+/** What a barrier orders, of the values of MSL's mem_flags. */
+enum Memory : unsigned { kDeviceMemory = 1, kThreadgroupMemory = 2 };
+void barrier(unsigned memory, const char* operation, Site);
+void simdgroup_barrier(unsigned memory, const char* operation, Site);
+
 /** Waits until open(gate, round), which only what other simdgroups do can change. */
 void gate(bool (*open)(const void* gate, unsigned round), const void* gate, unsigned round,
           const char* operation, Site);
+/** A rendezvous of the simdgroup; what it did before comes before what follows the gate. */
+void arrive(const void* gate, const char* operation, Site);
 
 /** The array of this threadgroup that `key` stands for, full of 0xff bytes at first. */
 void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);

@@ -130,11 +130,11 @@ inline bool simd_all(bool b, MSL_SITE) {
   return ballot(!b, "simd_all", site) == 0;
 }
 
-inline void threadgroup_barrier(mem_flags, MSL_SITE) {
-  vqkv::sim::barrier("threadgroup_barrier", site);
+inline void threadgroup_barrier(mem_flags memory, MSL_SITE) {
+  vqkv::sim::barrier(uint(memory), "threadgroup_barrier", site);
 }
-inline void simdgroup_barrier(mem_flags, MSL_SITE) {
-  vqkv::sim::exchange("", 1, "simdgroup_barrier", site);
+inline void simdgroup_barrier(mem_flags memory, MSL_SITE) {
+  vqkv::sim::simdgroup_barrier(uint(memory), "simdgroup_barrier", site);
 }
 
 #define threadgroups_in_grid(n) (n)

@@ -23,26 +23,27 @@ inline vec<T, 2> matrix_rounded(float x, float y) {
   return vec<T, 2>(T(x), T(y));
 }
 inline void tile_barrier(MSL_SITE) {
-  vqkv::sim::barrier("tile_barrier", site);
+  vqkv::sim::barrier(vqkv::sim::kThreadgroupMemory, "tile_barrier", site);
 }
 
+// As on CUDA the gate itself is reached by several threads at once.
 struct TileGate {
   unsigned short needed, arrived;
   unsigned rounds;
 };
-inline void gate_start(TileGate* g, int simds) {
+__attribute__((no_sanitize_thread)) inline void gate_start(TileGate* g, int simds) {
   g->needed = static_cast<unsigned short>(simds);
   g->arrived = 0;
   g->rounds = 0;
 }
-inline bool gate_open(const void* gate, unsigned round) {
+__attribute__((no_sanitize_thread)) inline bool gate_open(const void* gate, unsigned round) {
   return (static_cast<const TileGate*>(gate)->rounds & 1) != round;
 }
 inline void gate_wait(const TileGate* g, uint round, MSL_SITE) {
   vqkv::sim::gate(gate_open, g, round, "gate_wait", site);
 }
-inline void gate_read(TileGate* g, MSL_SITE) {
-  vqkv::sim::exchange(&g, sizeof(g), "gate_read", site);
+__attribute__((no_sanitize_thread)) inline void gate_read(TileGate* g, MSL_SITE) {
+  vqkv::sim::arrive(g, "gate_read", site);
   if (vqkv::sim::lane() == 0 && ++g->arrived == g->needed) {
     g->arrived = 0;
     g->rounds++;

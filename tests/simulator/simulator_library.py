@@ -34,14 +34,30 @@ def compilers() -> list[list[str]]:
     return found
 
 
-def build(
-    compiler: Sequence[str], library: Path, *flags: str, kernels: Sequence[Path] = KERNELS
-) -> Path:
-    """Compiles the simulator and kernels, those of the tests by default, into a shared library."""
-    sources = ["-x", "c++", *map(str, [*SOURCES, *kernels])]
-    command = [*compiler, "-O1", *FLAGS, *flags, *sources, "-o", str(library)]
+def run_compiler(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+
+
+def build(
+    compiler: Sequence[str],
+    library: Path,
+    *flags: str,
+    kernels: Sequence[Path] = KERNELS,
+    races: bool = False,
+) -> Path:
+    """Compiles the simulator and kernels, those of the tests by default, into a shared library.
+    With `races` it sees the kernels' accesses to memory, and finds those that race."""
+    command = [*compiler, "-O1", *FLAGS, *flags]
+    sources = [*SOURCES, *kernels]
+    objects: list[str] = []
+    if races:
+        sources = SOURCES
+        for kernel in kernels:
+            objects.append(f"{library}.{kernel.stem}.o")
+            compile_only = ["-fsanitize=thread", "-c", "-x", "c++", str(kernel)]
+            run_compiler(*(f for f in command if f != "-shared"), *compile_only, "-o", objects[-1])
+    run_compiler(*command, *objects, "-x", "c++", *map(str, sources), "-o", str(library))
     return library
 
 

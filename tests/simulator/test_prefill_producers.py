@@ -59,6 +59,7 @@ def libraries(
                 f"-DTILE_PRODUCERS={n}",
                 f"-DVQKV_SIM_THREADGROUP_MEMORY={64 << 10}",
                 kernels=[KERNELS],
+                races=True,
             )
         )
         for n in (0, PRODUCERS)
