@@ -216,3 +216,8 @@ kernel void attention_matrix(
     }
   }
 }
+
+// Code and what it is called, query rows; threadgroups that a core should hold.
+#define MATRIX_ROWS(tname, T, D, CODE, code, ROWS, GROUPS)                                       \
+  instantiate_kernel_groups(attention_matrix_##tname##_##D##_##code##_##ROWS, ATTENTION_THREADS, \
+                            GROUPS, attention_matrix, T, D, CODE, ROWS)

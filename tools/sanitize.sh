@@ -11,7 +11,7 @@ cp -r python/vqkv_ext "$package"
 rm -f "$package"/_ext*.so
 
 "$bin/cmake" -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
-  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER=clang++ \
+  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=clang++ \
   -DVQKV_SIM=ON -DVQKV_SANITIZE=ON -DVQKV_WERROR=ON -DPython_EXECUTABLE="$bin/python" \
   -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$package" >/dev/null
 "$bin/cmake" --build build/asan

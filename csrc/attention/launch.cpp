@@ -55,7 +55,7 @@ int slices(int64_t tokens, int64_t groups, int64_t total, int64_t least) {
   return static_cast<int>((useful + steps - 1) / steps);
 }
 
-/** What metal/attention.metal calls a code of one table per head, empty if it knows none such. */
+// What metal/attention_matrix.h calls a code of one table per head, empty if it knows none such.
 std::string matrix_code(const CodeParams& c, int width) {
   if (c.window != 8 || c.per_group || c.entries * c.dims != width) {
     return "";

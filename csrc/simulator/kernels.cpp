@@ -1,5 +1,7 @@
 // Every kernel of the library, for the simulator (and, with MSL_CHECK, for the type check).
 #include "../../metal/attention.metal"
+#include "../../metal/attention_matrix.metal"
+#include "../../metal/attention_matrix_trellis.metal"
 #include "../../metal/attention_prefill.metal"
 #include "../../metal/hadamard.metal"
 #include "../../metal/qjl.metal"
