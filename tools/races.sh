@@ -5,19 +5,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(cd "${VENV:-.venv}/bin" && pwd)
-package=build/races/package/vqkv_ext
-rm -rf "$package"
-mkdir -p "$(dirname "$package")"
-cp -r python/vqkv_ext "$package"
-rm -f "$package"/_ext*.so
+tools/build_in.sh races -DVQKV_RACES=ON
 
-"$bin/cmake" -S . -B build/races -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
-  -DVQKV_SIM=ON -DVQKV_RACES=ON -DPython_EXECUTABLE="$bin/python" \
-  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$package" >/dev/null
-"$bin/cmake" --build build/races
-cp build/races/_build.py "$package/"
-
-export PYTHONPATH=$PWD/$(dirname "$package") VQKV_EXECUTOR=sim
+export PYTHONPATH=$PWD/build/races/package VQKV_EXECUTOR=sim
 run() { "$bin/python" -m pytest -p no:cacheprovider -q -m sim "$@"; }
 if [ $# -gt 0 ]; then
   run "$@"
