@@ -144,6 +144,9 @@ void gate(bool (*open)(const void*, unsigned), const void* gate, unsigned round,
 unsigned lane() {
   return Worker::current()->lane();
 }
+unsigned threadgroups() {
+  return Worker::current()->threadgroups();
+}
 void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name) {
   return Worker::current()->threadgroup_memory(key, size, align, name);
 }

@@ -43,6 +43,7 @@ class Worker {
             const char* operation, Site);
   void* threadgroup_memory(const void* key, size_t size, size_t align, const char* name);
   unsigned lane() const { return thread_->tid % kSimdWidth; }
+  unsigned threadgroups() const { return job_->grid[0]; }
   /** A thread reads or writes memory; called where accesses are seen. */
   void access(const void* address, size_t size, bool writes);
 

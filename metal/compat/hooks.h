@@ -53,6 +53,8 @@ struct Exchange {
  */
 Exchange& exchange(const void* value, size_t size, const char* operation, Site);
 unsigned lane();
+/** Of the grid, along its first axis. */
+unsigned threadgroups();
 
 /** What a barrier orders, of the values of MSL's mem_flags. */
 enum Memory : unsigned { kDeviceMemory = 1, kThreadgroupMemory = 2 };

@@ -137,7 +137,7 @@ inline void simdgroup_barrier(mem_flags memory, MSL_SITE) {
   vqkv::sim::simdgroup_barrier(uint(memory), "simdgroup_barrier", site);
 }
 
-#define threadgroups_in_grid(n) (n)
+#define threadgroups_in_grid(n) int(vqkv::sim::threadgroups())
 #define TABLE_ROW_BYTES 64
 
 // Elements lie as in Apple's GPUs.
