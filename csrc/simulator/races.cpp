@@ -30,10 +30,9 @@ void Races::watch(const char* data, size_t size) {
     pages_.set(page(data + size - 1));
 }
 
-void Races::watch_array(const void* data, size_t size, const char* name, unsigned simdgroups) {
+void Races::watch_array(const void* data, size_t size, const char* name) {
   arrays_.push_back({static_cast<const char*>(data), size, std::string("threadgroup array ") + name,
-                     simdgroups, std::vector<ArrayByte>(size),
-                     std::vector<Read>(size * simdgroups)});
+                     std::vector<ArrayByte>(size), std::vector<Read>(size * simdgroups_)});
   watch(arrays_.back().data, size);
 }
 
@@ -51,16 +50,19 @@ void Races::begin_threadgroup(unsigned simdgroups) {
   barrier(kThreadgroupMemory);  // after the threadgroups before
 }
 
+void Races::join(Clocks& known, const Clocks& more) const {
+  for (unsigned s = 0; s < simdgroups_; s++)
+    known[s] = std::max(known[s], more[s]);
+}
+
 void Races::barrier(unsigned memory) {
   if (memory & kDeviceMemory)
     device_barriers_++;
   if (!(memory & kThreadgroupMemory))
     return;
   Clocks all{};
-  for (unsigned s = 0; s < simdgroups_; s++) {
-    for (unsigned t = 0; t < simdgroups_; t++)
-      all[t] = std::max(all[t], clocks_[s][t]);
-  }
+  for (unsigned s = 0; s < simdgroups_; s++)
+    join(all, clocks_[s]);
   for (unsigned s = 0; s < simdgroups_; s++) {
     clocks_[s] = all;
     clocks_[s][s]++;
@@ -73,16 +75,12 @@ void Races::simdgroup_barrier(unsigned simdgroup, unsigned memory) {
 }
 
 void Races::arrive(unsigned simdgroup, const void* gate) {
-  Clocks& known = gates_[gate];
-  for (unsigned t = 0; t < simdgroups_; t++)
-    known[t] = std::max(known[t], clocks_[simdgroup][t]);
+  join(gates_[gate], clocks_[simdgroup]);
   clocks_[simdgroup][simdgroup]++;
 }
 
 void Races::pass(unsigned simdgroup, const void* gate) {
-  const Clocks& known = gates_[gate];
-  for (unsigned t = 0; t < simdgroups_; t++)
-    clocks_[simdgroup][t] = std::max(clocks_[simdgroup][t], known[t]);
+  join(clocks_[simdgroup], gates_[gate]);
 }
 
 // Whether what thread `earlier` did at its simdgroup's count `at` comes before what `tid` does now.
@@ -93,7 +91,7 @@ bool Races::ordered(unsigned earlier, Clock at, unsigned tid) const {
 
 bool Races::race(Array& a, size_t byte, unsigned tid, bool writes, Other& other) {
   ArrayByte& b = a.bytes[byte];
-  Read* reads = &a.reads[byte * a.simdgroups];
+  Read* reads = &a.reads[byte * simdgroups_];
   const unsigned s = tid / kSimdWidth;
   const Clock now = clocks_[s][s];
   const bool again = (b.readers >> s & 1) && reads[s].at == now;
@@ -186,24 +184,18 @@ void note(const void* address, size_t size, bool writes) {
 }
 }  // namespace
 
-#define VQKV_ACCESSES(n)                      \
-  void __tsan_read##n(void* a) {              \
-    note(a, n, false);                        \
-  }                                           \
-  void __tsan_write##n(void* a) {             \
-    note(a, n, true);                         \
-  }                                           \
-  void __tsan_unaligned_read##n(void* a) {    \
-    note(a, n, false);                        \
-  }                                           \
-  void __tsan_unaligned_write##n(void* a) {   \
-    note(a, n, true);                         \
-  }                                           \
-  void __tsan_read##n##_pc(void* a, void*) {  \
-    note(a, n, false);                        \
-  }                                           \
-  void __tsan_write##n##_pc(void* a, void*) { \
-    note(a, n, true);                         \
+#define VQKV_ACCESSES(n)                    \
+  void __tsan_read##n(void* a) {            \
+    note(a, n, false);                      \
+  }                                         \
+  void __tsan_write##n(void* a) {           \
+    note(a, n, true);                       \
+  }                                         \
+  void __tsan_unaligned_read##n(void* a) {  \
+    note(a, n, false);                      \
+  }                                         \
+  void __tsan_unaligned_write##n(void* a) { \
+    note(a, n, true);                       \
   }
 
 extern "C" {

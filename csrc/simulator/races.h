@@ -25,7 +25,8 @@ class Races {
  public:
   /** Nothing is watched any more. */
   void clear();
-  void watch_array(const void* data, size_t size, const char* name, unsigned simdgroups);
+  /** Of a threadgroup that has begun. */
+  void watch_array(const void* data, size_t size, const char* name);
   void watch_buffer(const void* data, size_t size, size_t index);
 
   void begin_threadgroup(unsigned simdgroups);
@@ -64,9 +65,8 @@ class Races {
     const char* data;
     size_t size;
     std::string name;
-    unsigned simdgroups;
     std::vector<ArrayByte> bytes;
-    std::vector<Read> reads;  // [bytes, simdgroups]
+    std::vector<Read> reads;  // [bytes, simdgroups of the launch]
   };
   struct Buffer {
     const char* data;
@@ -81,12 +81,13 @@ class Races {
     uint32_t group;
     bool wrote;
   };
-  static constexpr size_t kPageBits = 12;
+  static constexpr size_t kPageBits = 12, kPages = 4096;
   static size_t page(const void* address) {
-    return (reinterpret_cast<uintptr_t>(address) >> kPageBits) % 4096;
+    return (reinterpret_cast<uintptr_t>(address) >> kPageBits) % kPages;
   }
 
   void watch(const char* data, size_t size);
+  void join(Clocks& known, const Clocks& more) const;
   bool race(Array& a, size_t byte, unsigned tid, bool writes, Other& other);
   bool race(Buffer& b, size_t byte, unsigned tid, bool writes, Other& other);
   template <typename Memory>
@@ -100,7 +101,7 @@ class Races {
   uint16_t device_barriers_ = 0;
   std::vector<Array> arrays_;
   std::vector<Buffer> buffers_;
-  std::bitset<4096> pages_;  // where there is watched memory, by page()
+  std::bitset<kPages> pages_;  // where there is watched memory, by page()
 };
 
 }  // namespace vqkv::sim

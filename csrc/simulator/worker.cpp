@@ -116,7 +116,7 @@ void* Worker::threadgroup_memory(const void* key, size_t size, size_t align, con
 #endif
   arrays_.push_back(a);
   if (accesses_are_seen())
-    races_.watch_array(a.data, size, name, (job_->threads + kSimdWidth - 1) / kSimdWidth);
+    races_.watch_array(a.data, size, name);
   array_bytes_ += size;
   if (array_bytes_ > kMaxThreadgroupMemory) {
     fail("threadgroup memory of " + std::to_string(array_bytes_) + " bytes exceeds " +
